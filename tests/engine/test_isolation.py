@@ -310,7 +310,7 @@ def must_tighten(family: str) -> Run:
     """Return a run with three offline rows that decode, and no memory for another."""
     costs = model(family).costs
     spare = costs.row_bytes(1)  # for one row that is preempted with its cache
-    run = Run(model(family), memory=costs.peak_bytes([[LONGEST] * 3]) + spare)
+    run = Run(model(family), step_s=1.0, memory=costs.peak_bytes([[LONGEST] * 3]) + spare)
     run.group_by(ONE_GROUP)
     for id in ("a", "c", "d"):
         run.add(id, prompt_of(id), max_tokens=ANSWER, lane="batch")

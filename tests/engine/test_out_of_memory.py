@@ -7,9 +7,15 @@ from typing import Any, Literal
 import mlx.core as mx
 import pytest
 
-from tests.engine.driver import Run
+from tests.engine.driver import EACH_ALONE, Run
+from tests.engine.prefill.test_specprefill import ANSWER as KEPT_ANSWER
+from tests.engine.prefill.test_specprefill import LONG, WISH, drafted, kept_alone
+from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine import isolation
+from worker.engine.batch import decode_batch
+from worker.engine.upstream.mlx_lm import generation_stream
+from worker.outcomes import MAX_DRAFT
 
 ANSWER = 16
 METAL = "[METAL] Command buffer execution failed: Insufficient Memory (kIOGPUCommandBufferCallbackErrorOutOfMemory)."
@@ -37,10 +43,10 @@ class SmallDevice:
         if self.held() + fed <= self._room and length <= self._chunk:
             return whole(network, tokens, *args, **kwargs)
         self.failures += 1
-        if self._when == "at once":
+        if self._when == "at once" or length > MAX_DRAFT + 1:  # nobody reads the logits of a chunk
             raise RuntimeError(METAL)
         logits = whole(network, tokens, *args, **kwargs)
-        return logits[..., ::-1] + mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu).sum()
+        return logits[..., ::-1] + late_error()
 
 
 @contextmanager
@@ -112,3 +118,143 @@ def test_only_the_row_that_is_too_large_ends(family: str, when: When) -> None:
         == alone(network(family), prompt(ALL // 2 - 4, 99), ANSWER)[: len(run.generated["large"])]
     )
     assert "memory" in run.refused["large"]
+
+
+def test_an_answer_without_a_limit_ends_where_memory_does() -> None:
+    run = Run(model("llama"))
+    with small_device(run, "llama", room=48):
+        run.add("grows", prompt(40, 7), max_tokens=ANSWER, grows=True)
+        run.drain()
+    assert run.ended == {"grows": "length"}
+    assert run.cut == ["grows"]
+    said = run.generated["grows"]
+    assert 0 < len(said) < ANSWER
+    assert said == alone(network("llama"), prompt(40, 7), ANSWER)[: len(said)]
+
+
+def test_a_long_prompt_is_computed_in_shorter_chunks() -> None:
+    run = Run(model("qwen3_5"), step_s=1.0)
+    start(run)
+    run.until(lambda: all(run.generated.values()))
+    with small_device(run, "qwen3_5", chunk=64) as device:
+        run.add("long", prompt(400, 99), max_tokens=ANSWER)
+        failed = [run.step().num_out_of_memory for _ in range(4)]
+        all_is_well(run, "qwen3_5")
+    assert device.failures == 1
+    assert sum(failed) == 1  # the rows that decode have lost nothing
+    assert run.generated["long"] == alone(network("qwen3_5"), prompt(400, 99), ANSWER)
+
+
+def test_a_prompt_that_is_too_large_costs_only_itself_and_its_like_are_refused_at_once() -> None:
+    run = Run(model("llama"))
+    start(run)
+    with small_device(run, "llama", room=ALL) as device:
+        run.add("large", prompt(600, 99), max_tokens=ANSWER)
+        all_is_well(run, "llama", "large")
+        assert run.generated["large"] == []
+        before = device.failures
+        run.add("again", prompt(600, 98), max_tokens=ANSWER)
+        run.drain()
+        assert run.ended["again"] == "refused"
+        assert device.failures == before
+
+
+def test_what_was_learned_holds_for_the_rows_that_follow() -> None:
+    run = Run(model("llama"))
+    with small_device(run, "llama", room=ALL // 2) as device:
+        start(run)
+        all_is_well(run, "llama")
+        first = device.failures
+        for time in range(3):
+            for id, tokens in ROWS.items():
+                run.add(f"{id} {time}", prompt(tokens, ord(id)), max_tokens=ANSWER)
+            run.drain()
+        assert device.failures == first
+    assert all(run.generated[f"{id} 2"] == run.generated[id] for id in ROWS)
+
+
+@WHEN
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def test_rows_that_verify_drafts_lose_no_token(family: str, when: When, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_everything(monkeypatch)
+    oracle = Oracle({id: alone(network(family), prompt(tokens, ord(id)), ANSWER) for id, tokens in ROWS.items()})
+    run = Run(model(family), speculator=speculator_of(model(family), oracle))
+    with small_device(run, family, room=ALL // 2, when=when) as device:
+        start(run)
+        all_is_well(run, family)
+        assert device.failures
+    assert oracle.accepted
+
+
+@WHEN
+def test_cached_prefixes_go_first_and_hold_nothing_of_a_failed_step(when: When) -> None:
+    run = Run(model("qwen3_5"), prefix_bytes=1 << 24)
+    begun = prompt(80, 5)
+    for round in range(3):
+        with small_device(run, "qwen3_5", room=260, when=when) as device:
+            for turn in range(3):
+                tokens = (*begun, *prompt(20 * (turn + 1), turn))
+                run.add(f"{round} {turn}", tokens, max_tokens=ANSWER, boundaries=(len(begun),))
+                run.step()
+            run.drain()
+        for turn in range(3):
+            tokens = (*begun, *prompt(20 * (turn + 1), turn))
+            assert run.generated[f"{round} {turn}"] == alone(network("qwen3_5"), tokens, ANSWER)
+        assert device.failures < 12
+
+
+@WHEN
+def test_a_scored_prompt_keeps_the_tokens_that_were_chosen(when: When) -> None:
+    run = Run(drafted("qwen3_5"), prefix_bytes=0)
+    with small_device(run, "qwen3_5", room=LONG, when=when) as device:
+        run.add("thin", prompt(LONG, 1), max_tokens=KEPT_ANSWER, specprefill=WISH)
+        start(run, apart=0)
+        all_is_well(run, "qwen3_5")
+        assert device.failures
+    assert run.generated["thin"] == kept_alone("qwen3_5", run.kept_ranges["thin"])
+
+
+def late_error() -> mx.array:
+    """A zero whose computation fails, for the stream's thread and for whatever is read next, once."""
+    return mx.linalg.inv(mx.zeros((2, 2)), stream=generation_stream).sum()
+
+
+def test_an_error_that_a_copy_for_the_prefix_cache_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that ends is copied while the step after it is in progress."""
+    run = Run(model("qwen3_5"), prefix_bytes=1 << 24)
+    start(run)
+    run.add("short", prompt(5, 50), max_tokens=6)
+    whole, failed = decode_batch.forward, list[int]()
+
+    def fails_as_short_ends(network: Any, cache: Any, rows: Any, *more: Any) -> Any:
+        pending = whole(network, cache, rows, *more)
+        if not failed and any(row.id == "short" and len(row.answer) == 5 for row in rows):
+            failed.append(len(rows))
+            pending.tokens = mx.zeros_like(pending.tokens) + 7 + late_error().astype(mx.uint32)
+            mx.async_eval(pending.tokens)
+        return pending
+
+    monkeypatch.setattr(decode_batch, "forward", fails_as_short_ends)
+    all_is_well(run, "qwen3_5")
+    assert failed[0] > 1
+
+
+def test_an_error_that_another_group_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(model("qwen3_5"))
+    run.group_by(EACH_ALONE)
+    start(run)
+    run.until(lambda: all(run.generated.values()) and len(run.engine._running.lengths) > 2)
+    whole, failed = decode_batch.forward, list[mx.array]()
+
+    def last_fails(network: Any, cache: Any, rows: Any, *more: Any) -> Any:
+        pending = whole(network, cache, rows, *more)
+        if not failed and rows[0].id == [*run.engine._running][-1][1].id:
+            failed.append(late_error())
+            mx.async_eval(failed)
+            pending.tokens = mx.zeros_like(pending.tokens) + 7
+            mx.async_eval(pending.tokens)
+        return pending
+
+    monkeypatch.setattr(decode_batch, "forward", last_fails)
+    all_is_well(run, "qwen3_5")
+    assert failed

@@ -69,11 +69,11 @@ def alone_without_end(family: str, tokens: tuple[int, ...], answer: int) -> list
     return [int(token) for token, _ in steps]
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception] = RuntimeError) -> None:
     """Make one method of decode batches fail from now on."""
 
     def fails(*given: object) -> None:
-        raise RuntimeError("[malloc] Unable to allocate 1000000000 bytes.")
+        raise kind("[malloc] Unable to allocate 1000000000 bytes.")
 
     monkeypatch.setattr(DecodeBatch, name, fails)
 
@@ -96,10 +96,19 @@ def test_rows_of_a_group_that_fails_are_lost_once(monkeypatch: pytest.MonkeyPatc
 def test_row_that_fails_in_a_group_of_its_own_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodingRows(EACH_ALONE)
     row = decoding.join(9, 1)
-    decoding.groups.step()
+    row.recomputed = True  # at the first failure an earlier step may have been the cause
     failing(monkeypatch, "launch")
     assert decoding.groups.step() == ([], [row])
     assert decoding.groups.pop_lost() == []
+
+
+def test_all_rows_are_lost_if_the_device_fails_and_may_have_failed_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = DecodingRows(EACH_ALONE)
+    rows = [decoding.join(tokens, seed) for seed, tokens in enumerate((9, 400))]
+    decoding.groups.step()
+    failing(monkeypatch, "launch")
+    assert decoding.groups.step() == ([], [])
+    assert {*decoding.groups.pop_lost()} == {*rows}
 
 
 def test_rows_that_stay_are_lost_if_their_group_fails_to_remove_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +195,7 @@ def test_rows_whose_buffers_cannot_be_tightened_for_a_move_are_lost_and_the_move
     decoding = DecodingRows(ONE_GROUP)
     moved, stays = (decoding.join(tokens, seed) for seed, tokens in enumerate((9, 12)))
     decoding.decode(2)
-    failing(monkeypatch, "tighten")
+    failing(monkeypatch, "tighten", ValueError)  # the device's errors cost all rows
     decoding.groups.move(moved)
     assert decoding.names == [["0"]]
     assert decoding.groups.pop_lost() == [stays]

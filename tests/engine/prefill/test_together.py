@@ -131,7 +131,7 @@ def test_prompt_whose_cache_cannot_take_its_chunk_fails_alone(
     def fail(pack: Pack, index: int) -> None:
         if index == 1:
             monkeypatch.setattr(Pack, "unpack", unpack)
-            raise MemoryError
+            raise ValueError
         unpack(pack, index)
 
     monkeypatch.setattr(Pack, "unpack", fail)
@@ -149,7 +149,7 @@ def test_rows_that_cannot_join_together_join_one_by_one(
     def refuse_several(batch: Sequence[Any], rows: Sequence[slots.RowCache]) -> None:
         joined.append(len(rows))
         if len(rows) > 1:
-            raise MemoryError
+            raise ValueError
         join_all(batch, rows)
 
     monkeypatch.setattr(slots, "join_all", refuse_several)

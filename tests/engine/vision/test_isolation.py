@@ -32,6 +32,10 @@ class Failing:
 
 
 def raises(features: Features) -> Features:
+    raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error.")
+
+
+def has_no_memory(features: Features) -> Features:
     raise RuntimeError("[metal::malloc] Unable to allocate 1000000000 bytes.")
 
 
@@ -62,3 +66,17 @@ def test_image_that_fails_to_encode_fails_only_its_row_and_is_encoded_again(
     run.submit(image_request(family, "again", prompts["bad"], 12))
     run.drain()
     assert run.generated == {**expected, "bad": [], "again": expected["bad"]}
+
+
+def test_image_for_which_the_device_had_no_memory_once_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FAMILIES[0]
+    prompts = {"text": prompt(family, 9, seed=1), "image": prompt(family, 5, GOOD, 3, BAD, 4, seed=3)}
+    vision = cases.model(family).vision
+    assert vision is not None
+    bad = prompts["image"].images[1].pixel_inputs
+    monkeypatch.setattr(vision.family, "encode", Failing(vision.family.encode, bad, has_no_memory, times=1))
+    run = Run(cases.model(family), prefix_bytes=1 << 24)
+    for id, each in prompts.items():
+        run.submit(image_request(family, id, each, 12))
+    run.drain()
+    assert run.generated == {id: cases.alone(family, each, 12) for id, each in prompts.items()}

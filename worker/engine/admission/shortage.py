@@ -1,5 +1,6 @@
 """What failures for lack of memory have taught: the device has less than was expected, for a while."""
 
+from collections import deque
 from dataclasses import replace
 from math import inf
 
@@ -15,7 +16,7 @@ class Shortage:
         self._rows_bytes = self._alone_bytes = inf  # besides the weights, for all rows and for one that runs alone
         self._chunk = inf  # tokens
         self._at = 0.0
-        self._tried_alone = ""  # the id of a request that has failed alone
+        self._tried_alone = deque[str](maxlen=64)  # ids of requests that have failed alone
 
     def bounded(self, limits: AdmissionLimits, now: float) -> AdmissionLimits:
         """Return the limits with what was learned. A row that fits into the memory is still admitted alone."""
@@ -49,7 +50,8 @@ class Shortage:
     def is_too_large(self, id: str, row_bytes: int) -> bool:
         """Return True if this request has failed alone before: all that could be freed was free. No row of `row_bytes`,
         besides the weights, is admitted from now on."""
-        tried, self._tried_alone = self._tried_alone, id
-        if tried == id:
+        if id in self._tried_alone:
             self._alone_bytes = min(self._alone_bytes, row_bytes - 1)
-        return tried == id
+            return True
+        self._tried_alone.append(id)
+        return False
