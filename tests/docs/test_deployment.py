@@ -152,7 +152,11 @@ def test_a_worker_by_its_file_answers_and_a_password_is_changed_without_a_pause(
     with queue.served():
         until(queue.answers)
         with running(mac, "worker") as (worker,), SyncClient(queue.url("backend")) as client, queue.admin as admin:
-            assert client.result(client.submit(HELLO, wait_worker_s=60).id)["choices"]
+            long = {"messages": HELLO, "max_tokens": 1000, "logit_bias": {"0": -100, "2": -100}}
+            job = client.submit(long, wait_worker_s=60).id
+            assert client.result(job)["usage"]["completion_tokens"] == 1000
+            (figure,) = re.findall(r"\*\*Memory\*\*: (\d+) bytes a token", PAGE)
+            assert int(figure) / 2 < admin.memory_usage(f"sluice:log:{job}", samples=0) / 1000 <= int(figure)
             env = (mac / ".env").read_text()
             old = re.findall("//worker:(.*)@", env)[0]
 
