@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import signal
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ def in_order(phases: list[Seen]) -> bool:
 async def test_an_answer_over_the_gateway_two_workers_and_a_crash_is_one_trace(
     redis_url: str, client: Client, sluice: Command
 ) -> None:
-    with collecting() as collector, GatewayProcess(redis_url, more_env=collector.variables) as gateway:
-        api = AsyncOpenAI(base_url=gateway.base_url, api_key="none", max_retries=0)
+    async with AsyncExitStack() as stack:
+        collector = stack.enter_context(collecting())
+        gateway = stack.enter_context(GatewayProcess(redis_url, more_env=collector.variables))
+        api = await stack.enter_async_context(AsyncOpenAI(base_url=gateway.base_url, api_key="none", max_retries=0))
         with WorkerProcess(redis_url, name="first", module=KILLED, lease_s=1, more_env=collector.variables) as first:
             answer = asyncio.create_task(
                 api.chat.completions.create(
