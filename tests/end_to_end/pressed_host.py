@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.fakes import Clock
 from tests.host.simulated import SimulatedHost
 from worker.__main__ import main
-from worker.host import watch
+from worker.host import courtesy, watch
 from worker.host.courtesy import Pressure, Signals
 
 
@@ -24,6 +24,7 @@ class _FastClock(Clock):
 
 if __name__ == "__main__":
     watch.this_host = _Host
+    courtesy._MOST_CALM_S = courtesy._CALM_S = 2.0  # so that levels are taken back between two pressures
     watch.time = _FastClock()  # type: ignore[assignment]
     watch.HostWatch.__init__.__kwdefaults__["every_s"] = 0.02
     main()

@@ -30,16 +30,16 @@ async def test_this_machine_s_own_pressure_is_read_and_shown(redis_url: str) -> 
 
 @pytest.mark.slow
 async def test_jobs_under_pressure_that_comes_a_hundred_times_answer_as_alone(redis_url: str, tmp_path: Path) -> None:
-    levels = await press(redis_url, tmp_path / "pressure", times=100)
-    assert levels >= {"caches", "offline_rows", "new_jobs"}
+    preempting = await press(redis_url, tmp_path / "pressure", times=100)
+    assert preempting >= 20
 
 
 async def test_jobs_under_pressure_answer_as_alone(redis_url: str, tmp_path: Path) -> None:
     await press(redis_url, tmp_path / "pressure", times=4)
 
 
-async def press(url: str, file: Path, *, times: int) -> set[str]:
-    """Press the machine this many times, while jobs of both lanes run. Returns what was given back."""
+async def press(url: str, file: Path, *, times: int) -> int:
+    """Press the machine this many times, while jobs of both lanes run. Returns how often that reached offline rows."""
     draw, texts = random.Random(times), [f"Count to {number}." for number in range(8, 14)]
     write(file, Pressure.NORMAL)
     worker = WorkerProcess(
@@ -47,17 +47,16 @@ async def press(url: str, file: Path, *, times: int) -> set[str]:
     )
     async with running(worker), Client(url) as client:
         alone = {text: await answer(client, (await client.submit(chat_request(40, text))).id) for text in texts}
-        asked, levels = dict[str, str](), set[str]()
+        asked = dict[str, str]()
         for number in range(2 * times):
             write(file, Pressure.NORMAL if number % 2 else draw.choice([Pressure.WARNING, *[Pressure.CRITICAL] * 2]))
             for _ in range(draw.randint(1, 4)):
                 text = draw.choice(texts)
                 asked[(await client.submit(chat_request(40, text), lane=draw.choice(LANES))).id] = text
                 await asyncio.sleep(draw.uniform(0, 0.1))
-            levels |= {each["memory_reclaim"] for each in await client.workers()}
         answers = await asyncio.gather(*(answer(client, id) for id in asked))
         assert dict(zip(asked, answers, strict=True)) == {id: alone[text] for id, text in asked.items()}
-    return levels
+        return worker.log().count("memory pressure critical, gives back offline_rows")
 
 
 def write(file: Path, pressure: Pressure) -> None:
