@@ -287,15 +287,18 @@ def install(
         list[str] | None, typer.Argument(metavar="[OPTIONS]...", help="Options of that command, such as --model.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--service-name", metavar="NAME", help="Another name than WHAT's.")
+        str | None,
+        typer.Option(
+            "--service-name", metavar="NAME", help="The service's name.  [default: worker, gateway, up, or the file's]"
+        ),
     ] = None,
     boot: AtBoot = False,
     print_only: Annotated[bool, typer.Option("--print", help="Print the service's file, and install nothing.")] = False,
 ) -> None:
     """Install and start a worker, a gateway, `up`, or models.
 
-    It runs in this folder. When it dies it is started again, unless its exit code is 2: then its settings are wrong,
-    and its log says how. Installed again under its name, it is replaced and restarted: an upgrade.
+    It runs in this folder. If it fails it is started again, unless its exit code is 2: then its settings are wrong, and
+    its log says how. Installed again under its name, it is replaced and restarted: an upgrade.
 
     \b
     Examples:
