@@ -84,6 +84,17 @@ def test_what_another_program_wrote_into_the_state_is_left_out(sluice: Command) 
     assert "its worker is gone" in err
     sluice.db.hset("sluice:job:why-5", mapping={"queued_at": "5", "started_at": "inf", "attempt": "inf"})
     assert names(shown(sluice, "why-5")) == ["queue"]
+    sluice.db.hset("sluice:job:why-5", mapping={"state": b"\xff", "model": b"\xff"})
+    assert (shown(sluice, "why-5")["state"], shown(sluice, "why-5")["model"]) == ("\ufffd", "\ufffd")
+
+
+def test_a_job_past_its_deadline_is_shown_with_its_end(sluice: Command) -> None:
+    request = {"messages": [{"role": "user", "content": "Hello!"}], "deadline_s": 0.1}
+    sluice("submit", "--file", "-", "--id", "why-7", "--model", "nobody", stdin=json.dumps(request))
+    time.sleep(0.2)
+    read = shown(sluice, "why-7")
+    assert (read["state"], names(read)) == ("failed", ["queue"])
+    assert read["phases"][0]["ended"] is not None
 
 
 def test_a_job_of_a_plain_producer_waits(sluice: Command) -> None:

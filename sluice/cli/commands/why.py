@@ -71,8 +71,10 @@ async def _read(url: str, job_id: str) -> tuple[str | None, dict[bytes, bytes], 
     """Return the job's state, None for an unknown job; the fields of its hash and its lease; and the server's time."""
     async with connected(url) as client:
         at = await client.of_job(job_id)
+        state = await at.state(job_id)  # first, since it ends a job whose deadline has passed
         known, now = await at.retries.run(partial(_read_fields, at.redis, job_id))
-        return await at.state(job_id), known, now
+        newer = known.get(b"state")
+        return newer.decode("utf-8", "replace") if newer else state, known, now
 
 
 async def _read_fields(redis: Redis, job_id: str) -> tuple[dict[bytes, bytes], float]:
