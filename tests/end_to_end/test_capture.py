@@ -1,6 +1,7 @@
 """`sluice capture` and `sluice replay` over a real server and worker."""
 
 import asyncio
+import errno
 import json
 import re
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from models.tiny_vision import write_checkpoint as write_seeing
 from sluice import Client
-from sluice.capture.file import CapturedJob
+from sluice.capture.file import CapturedJob, CaptureWriter
 from sluice.capture.recorder import Recorder, _Queues
 from sluice.capture.redaction import redacted
 from sluice.contract import keys
@@ -278,6 +279,19 @@ def test_what_an_error_quotes_is_redacted(message: str, told: str) -> None:
     failed = {"type": "failed", "error": {"type": "invalid_request", "message": message}}
     (event,) = redacted(CapturedJob("a", "m", events=[failed])).events
     assert event["error"]["message"] == told
+
+
+def test_a_full_disk_leaves_no_file_without_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "capture.jsonl"
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            CaptureWriter(path, redacted=False)
+    assert not path.exists()
 
 
 async def test_a_wake_reads_no_body_again_and_no_job_of_the_future(client: Client) -> None:
