@@ -203,6 +203,8 @@ class Recorder:
         """Follow the wanted ones of these jobs, as long as there is room for them."""
         held = sum(len(each.body) for each in self._followed.values())
         for job in jobs:
+            if job.tenant and wanted.tenant not in (None, job.tenant):
+                continue
             if not job.followed.body or held > 256_000_000 or self.following >= _MAX_JOBS:
                 self.skipped += 1
             elif self.following < room and wanted.tenant in (None, job.tenant or _tenant(job.followed.body)):

@@ -18,7 +18,7 @@ import pytest
 from models.tiny_vision import write_checkpoint as write_seeing
 from sluice import Client
 from sluice.capture.file import CapturedJob, CaptureWriter
-from sluice.capture.recorder import Recorder, _Queues
+from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Waiting
 from sluice.capture.redaction import redacted
 from sluice.contract import keys
 from tests.end_to_end.test_cli import Command
@@ -330,6 +330,12 @@ async def test_a_job_whose_reading_is_interrupted_is_recorded_as_it_is(
     await asyncio.wait([recording])
     monkeypatch.setattr(Recorder, "_read", read)
     assert [(job.id, job.state) for job in await recorder.record_unfinished()] == [("a", "cancelled")]
+
+
+async def test_a_job_of_another_tenant_is_not_counted_as_missed(client: Client) -> None:
+    recorder, gone = Recorder(client), _Followed("a", "m", "interactive", b"", client)
+    recorder._follow([_Waiting(gone, "acme"), _Waiting(gone, "other")], Wanted("m", "acme"), 9)
+    assert recorder.skipped == 1
 
 
 async def test_of_jobs_that_do_not_fail_no_events_are_read_if_only_failed_ones_are_wanted(client: Client) -> None:
