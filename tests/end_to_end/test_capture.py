@@ -191,6 +191,15 @@ def test_ctrl_c_keeps_what_there_is_and_its_replay_ends_there(sluice: Command, t
     assert sluice.db.zcard("sluice:queue:default:interactive") == 0
 
 
+@pytest.mark.usefixtures("alive")
+def test_the_replay_of_a_job_that_had_not_begun_ends_with_its_first_token(sluice: Command, tmp_path: Path) -> None:
+    job = {"id": "waited", "model": "default", "request": {**COUNT, "max_tokens": 5000, "ignore_eos": True}}
+    (tmp_path / "capture.jsonl").write_text("\n".join(map(json.dumps, ({"sluice_capture": 1}, job, ""))))
+    code, out, err = sluice("replay", "capture.jsonl", "--json")
+    assert code == 0, (out, err)
+    assert sluice.db.hget(f"sluice:job:{json.loads(out)['id']}", "state") == "cancelled"
+
+
 def test_ctrl_c_before_the_first_job_leaves_no_file(sluice: Command, tmp_path: Path) -> None:
     with capturing(sluice, "--model", "nobody") as process:
         process.send_signal(signal.SIGINT)
