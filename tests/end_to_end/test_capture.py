@@ -277,7 +277,7 @@ def test_a_redacted_capture_has_shapes_and_no_words(sluice: Command, tmp_path: P
     [
         ("tool_calls: the arguments of 'Accra' are no JSON object.",
          "tool_calls: the arguments of 'xxxxx' are no JSON object."),
-        ("The worker's limit of `Accra` is 7.", "The worker's limit of `xxxxx` is 7."),
+        ("The worker's limit of 'Accra' is 7.", "The worker's limit of 'xxxxx' is 7."),
         ("The request's schema cannot be enforced: no Accra", "The request's schema cannot be enforced: xx xxxxx"),
         ("The model's chat template cannot render these messages: [{'content': 'It's Accr",
          "The model's chat template cannot render these messages: [{'xxxxxxx': 'xx'x xxxx"),
