@@ -294,7 +294,7 @@ class Client:
             return found.state if found else state.decode()
         if state is None:  # other producers than ours write no state
             return "queued" if await self._retries.run(lambda: self._redis.exists(keys.body(job_id))) else None
-        return state.decode()
+        return state.decode("utf-8", "replace")
 
     async def workers(self) -> list[dict[str, str]]:
         """Return the fields that each live worker publishes about itself; `state` is `running` or `draining`."""

@@ -54,16 +54,22 @@ class CaptureWriter:
         """Raises FileExistsError, or another OSError."""
         self._file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
         self._path, self.jobs = path, 0
-        self._line({"sluice_capture": _FORMAT, "created": time.time(), "sluice": __version__, "redacted": redacted})
+        try:
+            self._line({"sluice_capture": _FORMAT, "created": time.time(), "sluice": __version__, "redacted": redacted})
+        except OSError:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Close the file, and delete one without jobs."""
-        self._file.close()
-        if not self.jobs:
-            self._path.unlink(missing_ok=True)
+        try:
+            self._file.close()  # a full disk raises here what it raised before
+        finally:
+            if not self.jobs:
+                self._path.unlink(missing_ok=True)
 
     def write(self, job: CapturedJob) -> None:
         """Append a job. Raises OSError."""

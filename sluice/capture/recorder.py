@@ -3,6 +3,7 @@ of jobs with `on_disconnect`."""
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -80,7 +81,8 @@ class _Queues:
     async def just_submitted(self) -> list[_Waiting]:
         """Return jobs of producers that use the server's clock, with their bodies, in one round trip: a worker may
         refuse them in the next milliseconds."""
-        call = partial(self._script, keys=self._keys, args=[self._latest_ms, "+inf"])
+        known = [each for each, score in self._seen.items() if score >= self._latest_ms]
+        call = partial(self._script, keys=self._keys, args=[self._latest_ms, *known])
         found = await self._client.retries.run_until_answered(call)
         return self._new([(int(at) - 1, *rest) for at, *rest in found])
 
@@ -97,7 +99,9 @@ class _Queues:
                 self._cursor_ms = min(self._cursor_ms, scored[-1][1] + 2000)
             # A score beyond is of a job for then.
             new += [
-                (at, each, score) for each, score in scored if score <= now_ms + 2000 and _text(each) not in self._seen
+                (at, each, score)
+                for each, score in scored
+                if score <= now_ms + 2000 and keys.is_job_id(_text(each)) and _text(each) not in self._seen
             ]
         jobs = list[_Waiting]()
         for start in range(0, len(new), 16):  # bodies of at most 16 MB each
@@ -106,19 +110,19 @@ class _Queues:
             tenants = [("HGET", keys.job(_text(each)), "tenant") for _, each, _ in some]
             answers = await _send(self._client, [*reads, *tenants])
             parts = zip(some, answers[: len(some)], answers[len(some) :], strict=True)
-            jobs += self._new([(*each, body, tenant) for each, body, tenant in parts])
+            jobs += self._new([(*each, body, tenant) for each, body, tenant in parts], now_ms)
         self._seen = {each: score for each, score in self._seen.items() if score >= self._cursor_ms - 10_000}
         return jobs
 
-    def _new(self, found: Sequence[tuple[Any, ...]]) -> list[_Waiting]:
+    def _new(self, found: Sequence[tuple[Any, ...]], now_ms: float = math.inf) -> list[_Waiting]:
         """Return those that were not returned before, of the indices of their queues, ids, scores, bodies and
-        tenants."""
+        tenants. `now_ms`: scores may be later."""
         new = list[_Waiting]()
         for at, job_id, score, body, tenant in found:
             name = _text(job_id)
             if name not in self._seen and keys.is_job_id(name):
                 self._seen[name] = float(score)
-                self._latest_ms = max(self._latest_ms, float(score))
+                self._latest_ms = max(self._latest_ms, min(float(score), now_ms))
                 followed = _Followed(
                     name, self._model, keys.LANES[at], body if isinstance(body, bytes) else b"", self._client
                 )
@@ -161,10 +165,9 @@ class Recorder:
                     await asyncio.wait([woken], timeout=_POLL_S)
                     continue
                 looked_at = time.monotonic()
-                async for job in self._ended():
-                    if job.state == "failed" or not wanted.failed_only:
-                        recorded += 1
-                        yield job
+                async for job in self._ended(failed_only=wanted.failed_only):
+                    recorded += 1
+                    yield job
                     if recorded == count:
                         return
             woken.result()
@@ -200,6 +203,8 @@ class Recorder:
         """Follow the wanted ones of these jobs, as long as there is room for them."""
         held = sum(len(each.body) for each in self._followed.values())
         for job in jobs:
+            if job.tenant and wanted.tenant not in (None, job.tenant):
+                continue
             if not job.followed.body or held > 256_000_000 or self.following >= _MAX_JOBS:
                 self.skipped += 1
             elif self.following < room and wanted.tenant in (None, job.tenant or _tenant(job.followed.body)):
@@ -221,8 +226,9 @@ class Recorder:
         return _Followed(job_id, model if keys.is_model_name(model) else "default",
                          "batch" if lane == "batch" else "interactive", body, client)  # fmt: skip
 
-    async def _ended(self) -> AsyncGenerator[CapturedJob]:
-        """Yield the followed jobs that have ended, or of which there is no trace any more."""
+    async def _ended(self, *, failed_only: bool = False) -> AsyncGenerator[CapturedJob]:
+        """Yield the followed jobs that have ended, or of which there is no trace any more. `failed_only`: the others
+        are not read, which may be long."""
         for client in {each.client for each in self._followed.values()}:
             own = [each for each in self._followed.values() if each.client is client]
             commands = [
@@ -232,8 +238,11 @@ class Recorder:
             for each, state, has_body in zip(own, answers, answers, strict=True):
                 found = _text(state[0]) if isinstance(state, list) else ""
                 if found in FINAL or not (found or has_body):
+                    # First: if this is cancelled, the job is still among those to record.
+                    job = await self._read(each) if found == "failed" or not failed_only else None
                     del self._followed[each.id]
-                    yield await self._read(each)
+                    if job is not None:
+                        yield job
 
     async def _read(self, job: _Followed) -> CapturedJob:
         commands = [("HGETALL", keys.job(job.id)), ("LRANGE", keys.log(job.id), 0, -1), ("GET", keys.result(job.id))]

@@ -34,6 +34,9 @@ _WORDS = {
 }
 _KEPT = frozenset({"model", "fingerprint", "system_fingerprint", "worker", "$schema", "draft"})
 _SENTENCES = frozenset({"message", "param", "warnings", "skipped", "repaired"})  # of ours, which quote
+# The end of a sentence that a template or a grammar wrote, and what is in quotes: no apostrophe begins or ends it.
+_FOREIGN = re.compile(r"(these messages: |schema cannot be enforced: )(.*)", re.DOTALL)
+_QUOTED = re.compile(r"""(?<!\w)(['"`])(.*?)(\1(?!\w)|\Z)""", re.DOTALL)
 _PERSONS = frozenset({"tenant", "user", "prompt_cache_key", "alias"})  # of a job's hash
 # Whose numbers and names are the user's too.
 _OWN = frozenset({"metadata", "arguments", "enum", "const", "default", "examples", "chat_template_kwargs", "input",
@@ -137,8 +140,9 @@ class _Words:
         return self._sentence(text) if self._ours and not own and name in _SENTENCES else _shape(text)
 
     def _sentence(self, text: str) -> str:
-        """Replace what a sentence quotes, and the names in it that were replaced elsewhere."""
-        quoted = re.sub(r"""(['"`])(.*?)\1""", lambda match: f"{match[1]}{_shape(match[2])}{match[1]}", text)
+        """Replace what a sentence quotes, which may be cut, and the names in it that were replaced elsewhere."""
+        text = _FOREIGN.sub(lambda match: f"{match[1]}{_shape(match[2])}", text)
+        quoted = _QUOTED.sub(lambda match: f"{match[1]}{_shape(match[2])}{match[3]}", text)
         return re.sub(r"[\w-]+", lambda match: self._names.get(match[0], match[0]), quoted)
 
     def _json(self, text: str) -> str:

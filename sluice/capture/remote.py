@@ -20,7 +20,8 @@ async def replay_remotely(url: str, key: str | None, job: CapturedJob, request: 
     if path is None:
         return Outcome("skipped", "a gateway has no path for a count of tokens; replay it with --redis-url")
     recorded = Answer.of(job.events, job.result)
-    body = {**request, "model": model}
+    streaming = ("stream", "stream_options")  # of the request as a gateway received it
+    body = {**{name: value for name, value in request.items() if name not in streaming}, "model": model}
     if not recorded.is_whole and job.function == "chat":  # as far as it was recorded
         body = {**body, "max_tokens": max(1, len(recorded.tokens)), "max_completion_tokens": None}
     base = f"{url.rstrip('/').removesuffix('/v1')}/v1"

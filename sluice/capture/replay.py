@@ -100,7 +100,7 @@ async def replay(client: Client, job: CapturedJob, request: dict[str, Any], mode
     lane: Literal["batch", "interactive"] = "batch" if job.lane == "batch" else "interactive"
     submitted = await client.submit(request, model=model, lane=lane, function=job.function, webhooks="none")
     try:
-        events = await _events(client, submitted.id, math.inf if recorded.is_whole else len(recorded.tokens))
+        events = await _events(client, submitted.id, math.inf if recorded.is_whole else max(1, len(recorded.tokens)))
     except asyncio.CancelledError:
         await _cancel(client, submitted.id)
         raise

@@ -11,6 +11,7 @@ Moment = Literal["first_token", "preempt", "resume", "takeover", "requeue"]
 Mark = PhaseName | Literal["first_token", "finished", "failed", "cancelled"]
 
 _PHASES: tuple[str, ...] = get_args(PhaseName)
+_ENDS = ("queue", "finished", "failed", "cancelled")  # of an attempt: it was requeued, or the job has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class _Attempt:
 
 @dataclass(slots=True)
 class JobPhases:
-    """The phases of a job so far. Of more than 16 attempts the last are kept, and of an attempt the first 64 marks."""
+    """The phases of a job so far. Of more than 16 attempts the last are kept, and of an attempt the first 63 marks and
+    its end."""
 
     _attempts: list[_Attempt] = field(default_factory=list)
 
@@ -67,7 +69,7 @@ class JobPhases:
             if not stored or len(stored) > 65_536:
                 return cls()
             return cls([_read(*each) for each in json.loads(stored)][-16:])
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, RecursionError, OverflowError):
             return cls()
 
     def as_json(self) -> str:
@@ -78,9 +80,12 @@ class JobPhases:
     def begin(self, number: int, worker: str, lapses: int, *, queued_at: float, seen_at: float, now: float) -> None:
         """Begin an attempt, claimed `now`. Its queue begins when the job was queued, or with the last that is known of
         the attempt before it: its last mark, or `seen_at`, its last event."""
-        since = max(self._attempts[-1].at, seen_at) if self._attempts else queued_at
-        if self._attempts and self._attempts[-1].marks[-1][0] == "queue":  # it was requeued
-            self._attempts[-1].marks.pop()
+        since = queued_at
+        if self._attempts:
+            now = max(now, self._attempts[-1].at)  # the clock may have been set back
+            since = max(self._attempts[-1].at, seen_at)
+            if self._attempts[-1].marks[-1][0] == "queue":  # it was requeued
+                self._attempts[-1].marks.pop()
         marks = [("queue", round(min(since, now), 6)), ("prepare", round(now, 6))]
         self._attempts = [*self._attempts, _Attempt(number, worker, lapses, marks)][-16:]
 
@@ -91,8 +96,8 @@ class JobPhases:
 
     def mark(self, name: Mark, at: float) -> None:
         """Record what begins at this time. Marks are in order, even if the clock is set back."""
-        if self._attempts and len(self._attempts[-1].marks) < 64:
-            last = self._attempts[-1]
+        last = self._attempts[-1] if self._attempts else None
+        if last and len(last.marks) < (64 if name in _ENDS else 63):
             last.marks.append((name, max(last.at, round(at, 6))))
 
     @property
@@ -130,7 +135,7 @@ class JobPhases:
                 yield Happened("first_token", attempt.number, attempt.worker, at)
             elif name == "preempted":
                 yield Happened("preempt", attempt.number, attempt.worker, at)
-            elif was_preempted and name in _PHASES:
+            elif was_preempted and name in _PHASES and name not in _ENDS:
                 yield Happened("resume", attempt.number, attempt.worker, at)
             was_preempted = name == "preempted"
 

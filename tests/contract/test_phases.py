@@ -54,6 +54,8 @@ def test_a_clock_that_is_set_back_makes_no_phase_that_ends_before_it_begins() ->
     phases = JobPhases()
     phases.begin(1, "a", 0, queued_at=99, seen_at=0, now=12)  # a producer's clock that is ahead
     phases.mark("admission", 11)
+    phases.begin(2, "b", 1, queued_at=99, seen_at=0, now=5)
+    phases.mark("admission", 6)
     assert all(phase.ended is None or phase.ended >= phase.began for phase in phases.phases())
 
 
@@ -63,9 +65,19 @@ def test_the_record_stays_short() -> None:
         phases.begin(attempt, "a", 0, queued_at=0, seen_at=0, now=attempt)
         for _ in range(100):
             phases.mark("preempted", attempt)
+        phases.mark("finished", attempt + 0.5)
     assert len(json.loads(phases.as_json())) == 16
     assert max(len(marks) for *_, marks in json.loads(phases.as_json())) == 64
+    assert phases.span == (24.5, 40.5)  # the end is kept
     assert [*JobPhases.read(phases.as_json().encode()).phases()] == [*phases.phases()]
+
+
+def test_a_preempted_job_that_is_requeued_does_not_go_on_in_its_queue() -> None:
+    phases = JobPhases()
+    phases.begin(1, "a", 0, queued_at=10, seen_at=0, now=12)
+    phases.mark("preempted", 13)
+    phases.mark("queue", 14)
+    assert [each.name for each in phases.moments()] == ["preempt"]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +85,7 @@ def test_the_record_stays_short() -> None:
     [b"", b"{", b"1", b"[1]", b"[[1]]", b'[[1,"a",0,[]]]', b'[[1,"a",0,[["queue",1],["load",2]]]]', b"\xff",
      b'[[1,"a",0,[["queue",1],["prepare",1e99]]]]', b'[[1,"a",0,[["queue",NaN],["prepare",2]]]]',
      b'[[1,"a",0,[["queue",1],["prepare",1e11]]]]', b'[[1e300,"a",0,[["queue",1],["prepare",2]]]]',
+     b'[[1e999,"a",0,[["queue",1],["prepare",2]]]]', b'[[1,"a",0,[["queue",1],["prepare",1%s]]]]' % (b"0" * 400),
      b'[["x","a",0,[["queue",1],["prepare",2]]]]', b'{"a":1}', b"[" * 60_000, b"[" + b" " * 70_000 + b"]"],
 )  # fmt: skip
 def test_what_no_worker_wrote_is_nothing(stored: bytes) -> None:

@@ -1,5 +1,7 @@
 """`sluice capture` and `sluice replay` over a real server and worker."""
 
+import asyncio
+import errno
 import json
 import re
 import signal
@@ -14,6 +16,11 @@ from typing import Any
 import pytest
 
 from models.tiny_vision import write_checkpoint as write_seeing
+from sluice import Client
+from sluice.capture.file import CapturedJob, CaptureWriter
+from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Waiting
+from sluice.capture.redaction import redacted
+from sluice.contract import keys
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_users import admin as admin
 from tests.end_to_end.test_users import url_of
@@ -184,6 +191,15 @@ def test_ctrl_c_keeps_what_there_is_and_its_replay_ends_there(sluice: Command, t
     assert sluice.db.zcard("sluice:queue:default:interactive") == 0
 
 
+@pytest.mark.usefixtures("alive")
+def test_the_replay_of_a_job_that_had_not_begun_ends_with_its_first_token(sluice: Command, tmp_path: Path) -> None:
+    job = {"id": "waited", "model": "default", "request": {**COUNT, "max_tokens": 5000, "ignore_eos": True}}
+    (tmp_path / "capture.jsonl").write_text("\n".join(map(json.dumps, ({"sluice_capture": 1}, job, ""))))
+    code, out, err = sluice("replay", "capture.jsonl", "--json")
+    assert code == 0, (out, err)
+    assert sluice.db.hget(f"sluice:job:{json.loads(out)['id']}", "state") == "cancelled"
+
+
 def test_ctrl_c_before_the_first_job_leaves_no_file(sluice: Command, tmp_path: Path) -> None:
     with capturing(sluice, "--model", "nobody") as process:
         process.send_signal(signal.SIGINT)
@@ -254,6 +270,92 @@ def test_a_redacted_capture_has_shapes_and_no_words(sluice: Command, tmp_path: P
     assert refused["events"][-1]["error"]["param"] == "temperature"
     code, _, err = sluice("replay", "capture.jsonl")
     assert (code, "is redacted" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("tool_calls: the arguments of 'Accra' are no JSON object.",
+         "tool_calls: the arguments of 'xxxxx' are no JSON object."),
+        ("The worker's limit of 'Accra' is 7.", "The worker's limit of 'xxxxx' is 7."),
+        ("The request's schema cannot be enforced: no Accra", "The request's schema cannot be enforced: xx xxxxx"),
+        ("The model's chat template cannot render these messages: [{'content': 'It's Accr",
+         "The model's chat template cannot render these messages: [{'xxxxxxx': 'xx'x xxxx"),
+        ("it is not 'Accra, and", "it is not 'xxxxx, xxx"),
+    ],
+)  # fmt: skip
+def test_what_an_error_quotes_is_redacted(message: str, told: str) -> None:
+    failed = {"type": "failed", "error": {"type": "invalid_request", "message": message}}
+    (event,) = redacted(CapturedJob("a", "m", events=[failed])).events
+    assert event["error"]["message"] == told
+
+
+def test_a_full_disk_leaves_no_file_without_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "capture.jsonl"
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            CaptureWriter(path, redacted=False)
+    assert not path.exists()
+
+
+async def test_a_wake_reads_no_body_again_and_no_job_of_the_future(client: Client) -> None:
+    queues = _Queues(client, "m")
+    await queues.begin()
+
+    async def woken(**jobs: str) -> list[str]:
+        for name, text in jobs.items():
+            await client.submit([{"role": "user", "content": text}], model="m", id=name)
+        return [each.followed.id for each in await queues.just_submitted()]
+
+    await client.redis.set(keys.body("later"), "{}")
+    await client.redis.zadd(keys.queue("m", "interactive"), {"later": (time.time() + 3600) * 1000})
+    assert await woken(first="a") == ["first"]
+    assert await woken(large="a" * 1_000_000) == ["large"]
+    sent = (await client.redis.info("stats"))["total_net_output_bytes"]
+    assert await woken() == await woken() == []
+    assert (await client.redis.info("stats"))["total_net_output_bytes"] - sent < 100_000
+
+
+async def test_a_job_whose_reading_is_interrupted_is_recorded_as_it_is(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.submit(COUNT, model="m", id="a")
+    await client.cancel("a")
+    recorder, read, reading = Recorder(client), Recorder._read, asyncio.Event()
+
+    async def never(*_: object) -> None:
+        reading.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Recorder, "_read", never)
+    recording = asyncio.ensure_future(anext(recorder.record_known(["a"])))
+    await reading.wait()
+    recording.cancel()
+    await asyncio.wait([recording])
+    monkeypatch.setattr(Recorder, "_read", read)
+    assert [(job.id, job.state) for job in await recorder.record_unfinished()] == [("a", "cancelled")]
+
+
+async def test_a_job_of_another_tenant_is_not_counted_as_missed(client: Client) -> None:
+    recorder, gone = Recorder(client), _Followed("a", "m", "interactive", b"", client)
+    recorder._follow([_Waiting(gone, "acme"), _Waiting(gone, "other")], Wanted("m", "acme"), 9)
+    assert recorder.skipped == 1
+
+
+async def test_of_jobs_that_do_not_fail_no_events_are_read_if_only_failed_ones_are_wanted(client: Client) -> None:
+    await client.submit(COUNT, model="m", id="a")
+    recorder = Recorder(client)
+    recorder._followed["a"] = await recorder._find(client, "a")
+    await client.cancel("a")
+    calls = (await client.redis.info("commandstats")).get("cmdstat_lrange", {}).get("calls", 0)
+    assert [job async for job in recorder._ended(failed_only=True)] == []
+    assert recorder.following == 0
+    assert (await client.redis.info("commandstats")).get("cmdstat_lrange", {}).get("calls", 0) == calls
 
 
 @pytest.mark.usefixtures("alive")
@@ -346,7 +448,8 @@ def test_an_operator_may_capture_and_replay(sluice: Command, redis_url: str) -> 
 @pytest.mark.usefixtures("alive")
 def test_a_gateway_answers_a_replay_too(sluice: Command, redis_url: str) -> None:
     with capturing(sluice, "--next", "3") as process:
-        submit(sluice, {**COUNT, "tenant": "acme"}, "greedy")
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        submit(sluice, {**COUNT, "tenant": "acme", **streamed}, "greedy")
         submit(sluice, SAMPLED, "drawn")
         submit(sluice, CALLED, "called")
         assert ended(process)[0] == 0

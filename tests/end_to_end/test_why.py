@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sluice.contract.phases import JobPhases
 from tests.end_to_end.test_cli import Command
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -84,6 +85,30 @@ def test_what_another_program_wrote_into_the_state_is_left_out(sluice: Command) 
     assert "its worker is gone" in err
     sluice.db.hset("sluice:job:why-5", mapping={"queued_at": "5", "started_at": "inf", "attempt": "inf"})
     assert names(shown(sluice, "why-5")) == ["queue"]
+    sluice.db.hset("sluice:job:why-5", mapping={"state": b"\xff", "model": b"\xff"})
+    assert (shown(sluice, "why-5")["state"], shown(sluice, "why-5")["model"]) == ("\ufffd", "\ufffd")
+
+
+def test_a_job_past_its_deadline_is_shown_with_its_end(sluice: Command) -> None:
+    request = {"messages": [{"role": "user", "content": "Hello!"}], "deadline_s": 0.1}
+    sluice("submit", "--file", "-", "--id", "why-7", "--model", "nobody", stdin=json.dumps(request))
+    time.sleep(0.2)
+    read = shown(sluice, "why-7")
+    assert (read["state"], names(read)) == ("failed", ["queue"])
+    assert read["phases"][0]["ended"] is not None
+
+
+def test_a_job_that_was_cancelled_after_a_requeue_has_an_end(sluice: Command) -> None:
+    phases = JobPhases()
+    phases.begin(1, "a", 0, queued_at=10, seen_at=0, now=12)
+    phases.mark("queue", 14)
+    sluice.db.hset(
+        "sluice:job:why-8", mapping={"state": "cancelled", "finished_at": "17.5", "phases": phases.as_json()}
+    )
+    assert [(phase["name"], phase["ended"]) for phase in shown(sluice, "why-8")["phases"]] == [
+        ("queue", 12), ("prepare", 14), ("queue", 17.5),
+    ]  # fmt: skip
+    assert "7.500 s" in sluice("why", "why-8")[1]
 
 
 def test_a_job_of_a_plain_producer_waits(sluice: Command) -> None:

@@ -15,7 +15,7 @@ from tests.engine.tiny import alone, model, network, prompt
 from worker.engine import isolation
 from worker.engine.batch import decode_batch
 from worker.engine.upstream.mlx_lm import generation_stream
-from worker.outcomes import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT, Admitted, Preempted
 
 ANSWER = 16
 METAL = "[METAL] Command buffer execution failed: Insufficient Memory (kIOGPUCommandBufferCallbackErrorOutOfMemory)."
@@ -103,6 +103,19 @@ def test_rows_that_are_too_many_take_turns(family: str, when: When) -> None:
         start(run)
         all_is_well(run, family)
         assert device.failures
+
+
+def test_a_row_that_lost_its_cache_counts_as_preempted_until_it_is_admitted_again() -> None:
+    run, moves = Run(model("llama")), dict[str, list[str]]()
+    with small_device(run, "llama", room=ALL // 2):
+        start(run, apart=0)
+        while len(run.engine):
+            for outcome in run.step().outcomes:
+                if isinstance(outcome, Admitted | Preempted):
+                    moves.setdefault(outcome.id, []).append(type(outcome).__name__)
+    turns = ["Admitted", "Preempted"]
+    assert all(each == [*turns * (len(each) // 2), "Admitted"] for each in moves.values()), moves
+    assert any(len(each) > 1 for each in moves.values())
 
 
 @FAMILIES

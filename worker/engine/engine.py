@@ -476,6 +476,7 @@ class Engine:
             self._admission.requeue(WaitingRequest(row.resumable_request(), preempted=True, age=row.age))
         mx.clear_cache()
         self._now.out_of_memory += len(rows)
+        yield from (Preempted(row.id) for row in rows)
         logger.warning("no memory: the caches of %d rows were given up, which wait for room", len(rows))
         if alone and refusal:
             self._failures += 1
@@ -492,8 +493,7 @@ class Engine:
         token, so a row that causes the failure fails alone."""
         if failures.memory != self._memory_failures:
             yield from self._retreat([])
-        if not (lost := {*self._running.pop_lost()}):
-            return
+        lost = {*self._running.pop_lost()}
         rows = [row for row in self._active.values() if row in lost]
         self._failures += bool(rows)
         for row in rows:

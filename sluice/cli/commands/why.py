@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.contract import keys
+from sluice.contract.events import FINAL
 from sluice.contract.phases import Happened, JobPhases, Phase
 
 _LEASE = b"lease"  # beside the fields of the job's hash
@@ -57,10 +58,13 @@ def why(
     job = {"state": state, **named}
     read = JobPhases.read(known.get(b"phases"))
     phases, moments = [*read.phases()] or _told_by(known, job["state"]), [*read.moments()]
+    finished_at = _seconds(known.get(b"finished_at"))
+    if state in FINAL and finished_at is not None and phases and phases[-1].ended is None:  # no worker has ended it
+        phases[-1] = replace(phases[-1], ended=max(phases[-1].began, finished_at))
     if as_json:
         print_json({"id": id, **job, "phases": [*map(asdict, phases)], "moments": [*map(asdict, moments)]})
     elif phases:
-        _print(id, job, phases, moments, _seconds(known.get(b"finished_at")) or now)
+        _print(id, job, phases, moments, now)
     else:
         note(f"{id} is {state}; nothing else is known of it.")
     if state == "running" and not known.get(_LEASE):
@@ -71,8 +75,10 @@ async def _read(url: str, job_id: str) -> tuple[str | None, dict[bytes, bytes], 
     """Return the job's state, None for an unknown job; the fields of its hash and its lease; and the server's time."""
     async with connected(url) as client:
         at = await client.of_job(job_id)
+        state = await at.state(job_id)  # first, since it ends a job whose deadline has passed
         known, now = await at.retries.run(partial(_read_fields, at.redis, job_id))
-        return await at.state(job_id), known, now
+        newer = known.get(b"state")
+        return newer.decode("utf-8", "replace") if newer else state, known, now
 
 
 async def _read_fields(redis: Redis, job_id: str) -> tuple[dict[bytes, bytes], float]:
@@ -103,7 +109,7 @@ def _seconds(stored: bytes | None) -> float | None:
 
 
 def _print(id: str, job: dict[str, str], phases: list[Phase], moments: list[Happened], now: float) -> None:
-    ended = job["state"] in ("finished", "failed", "cancelled")
+    ended = job["state"] in FINAL
     began = phases[0].began
     last = max(phase.ended if phase.ended is not None else now for phase in phases)
     total = max(last - began, 1e-6)

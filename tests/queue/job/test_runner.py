@@ -12,6 +12,7 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from sluice.contract import keys
+from sluice.contract.phases import JobPhases
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import envelope, field, log, put, settings, types
@@ -168,8 +169,10 @@ async def test_a_job_that_a_stopping_worker_cannot_read_is_requeued(redis_url: s
     await put(db, "a", envelope({"say": ["never"], "more": LARGE if unread == "the body" else ""}))
     if unread == "the log":
         await db.rpush(keys.log("a"), json.dumps({"seq": 0, "type": "delta", "ts": 0, "content": "so far"}))
+    earlier = JobPhases()
+    earlier.begin(1, "bob", 0, queued_at=10, seen_at=0, now=12)
     async with Line(redis_url) as line, running(line.url) as runner:
-        job = await runner.start()
+        job = await runner.start(phases=earlier.as_json().encode())
         line.down()
         runner.stopping.set()
         await asyncio.sleep(0.3)
@@ -178,3 +181,5 @@ async def test_a_job_that_a_stopping_worker_cannot_read_is_requeued(redis_url: s
         line.up()
         await asyncio.wait_for(job.task, 60)
     assert (await field(db, "a", "state"), runner.chat.began) == ("queued", [])
+    kept = JobPhases.read((await field(db, "a", "phases") or "").encode())
+    assert [each.worker for each in kept.phases()] == ["bob", "bob", "ada", "ada", "ada"]

@@ -279,9 +279,10 @@ class JobRunner:
             events: list[bytes] = await self._redis.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
             job.log.load(events)
 
-        if job.claim.events and not await until_redis_answers(read, self._stopping):
-            raise Requeue
+        is_read = not job.claim.events or await until_redis_answers(read, self._stopping)
         job.begin_phases(self._worker, claimed_at, _last_time(job.log.events))
+        if not is_read:
+            raise Requeue
 
     async def _call(self, job: Job) -> JobResult:
         if job.claim.cancelled:
