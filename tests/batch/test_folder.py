@@ -223,6 +223,33 @@ async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
         assert batch.errors.data[0].code == "refused"
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sluice": {"priority": "5"}},
+        {"sluice": {"not_before": "22:00"}},
+        {"sluice": {"retry": ["cut"]}},
+        {"sluice": {"kinds": []}},
+        {"expires_at": "soon"},
+        {"completion_window": "a day"},
+        {"status": "waiting"},
+    ],
+    ids=str,
+)
+async def test_a_state_with_values_that_no_run_writes_ends_its_run_alone(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path, changed: dict[str, object]
+) -> None:
+    file = write(tmp_path / "in.jsonl", says("a"))
+    submitted = await client.submit_batch(file, folder.root)
+    state = folder.inbox / f"{submitted.id}.run"
+    stored = json.loads(state.read_text())
+    state.write_text(json.dumps({**stored, "batch": {**stored["batch"], **changed}}) + "\n")
+    put(folder, "good.jsonl", "b")
+    await feed(client, folder)
+    assert there(folder)["done"] == ["good"]
+    assert [path.name for path in folder.failed.iterdir()] == [submitted.id]
+
+
 async def test_a_file_that_is_still_written_is_left(client: Client, chat: Chat, folder: RunFolder) -> None:
     for name in (".hidden.jsonl", "half.jsonl.part", "half.tmp", "notes.txt"):
         put(folder, name, "a")
