@@ -59,6 +59,7 @@ def routes(gateway: Gateway, shared: Shared, runs: "Runs") -> list[Route]:
         await shared.open()
         limit, after = limit_of(request, 100, 20), request.query_params.get("after")
         page, has_more = await runs.page(caller, limit, after)
+        page = await on_disk(shared.with_problems, page)
         return await json_response(page_of([public(batch) for batch in page], has_more=has_more))
 
     async def retrieve(request: Request) -> Response:

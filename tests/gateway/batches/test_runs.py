@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from sluice import Client
 from sluice.batch.store import FileStore
+from sluice.gateway.batches.folder import Shared
 from tests.batch.helpers import as_bytes, feed_folder, says, write
 from tests.fakes import FakeChat
 from tests.gateway.batches.test_files import tenants
@@ -76,12 +77,16 @@ async def test_half_a_surrogate_pair_in_metadata_spoils_no_answer(openai: AsyncO
 
 
 @pytest.mark.usefixtures("fake_worker", "feeder")
-async def test_a_bad_file_fails_with_its_lines(openai: AsyncOpenAI) -> None:
+async def test_a_bad_file_fails_with_its_lines(openai: AsyncOpenAI, folder: Path) -> None:
     batch = await ended(openai, (await created(openai, await uploaded(openai, "a", "a"))).id)
     assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
     assert batch.errors is not None
     assert batch.errors.data is not None
     assert [(each.code, each.line) for each in batch.errors.data] == [("duplicate_custom_id", 2)]
+    for _ in range(2):  # read, and kept
+        assert [each.errors async for each in openai.batches.list()] == [batch.errors]
+    (kept,) = Shared(folder).runs(None)
+    assert (kept.id, kept.errors) == (batch.id, None)  # of thousands of runs they would fill the memory
 
 
 @pytest.mark.usefixtures("fake_worker")
