@@ -382,7 +382,7 @@ def _about(folder: Path) -> StoredFile | None:
 def _names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # such as macOS's .DS_Store
         return []
 
 
