@@ -162,7 +162,7 @@ class _MessageBatches:
         return batch
 
     def _store(self, caller: Caller, run_id: str, lines: Sequence[bytes], life_s: int) -> StoredFile:
-        new = self._shared.store.new(caller.tenant)
+        new = self._shared.store.new(caller.tenant, sum(map(len, lines)), caller.batch_bytes)
         try:
             for line in lines:
                 new.write(line)
