@@ -372,6 +372,32 @@ async def test_what_is_no_file_stays_in_the_inbox_and_is_named(
     assert said == {"folder.jsonl", "link.jsonl", "pipe.jsonl"}
 
 
+@pytest.mark.parametrize("kill", ["rename", "rmdir", "unlink"])
+def test_a_deletion_that_is_killed_leaves_no_answers_without_their_file(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, kill: str
+) -> None:
+    run_dir, store = folder.done / new_run_id(), FileStore(folder.root)
+    run_dir.mkdir()
+    batch = replace(new_batch(run_paths(run_dir), RunOptions(id=run_dir.name)), request_counts=RequestCounts(1, 1, 0))
+    ended = batch.enter("completed", time.time())
+    (run_dir / "output.jsonl").write_text("answers\n")
+    with StateFile(run_paths(run_dir).state) as state:
+        state.save(RunState(ended, "", {}))
+    store.keep_results(ended, run_dir)
+    file = store.find(None, result_ids(ended)[0] or "")
+    assert file is not None
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path if kill == "rename" else os, kill, die)
+        with pytest.raises(KeyboardInterrupt):
+            store.delete(None, file)
+    store.sweep()
+    assert store.find(None, file.id) or not (run_dir / "output.jsonl").exists()
+
+
 def test_deleting_the_answers_of_before_a_rerun_leaves_those_of_after_it(folder: RunFolder) -> None:
     run_dir, store = folder.done / new_run_id(), FileStore(folder.root)
     run_dir.mkdir()
