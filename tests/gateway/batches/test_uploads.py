@@ -72,6 +72,9 @@ async def test_a_completion_that_is_sent_again_finds_its_file(openai: AsyncOpenA
     assert stored is not None
     replace(stored, status="pending").save()  # as a gateway that died after the file was there has left it
     assert await openai.uploads.complete(upload.id, part_ids=part_ids) == first
+    replace(stored, status="pending").save()
+    with pytest.raises(sdk.ConflictError, match="is completed already"):
+        await openai.uploads.cancel(upload.id)
     assert [each.id async for each in openai.files.list()] == [first.file.id if first.file else None]
 
 
