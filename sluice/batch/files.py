@@ -8,15 +8,15 @@ import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from sluice.batch.lines import custom_id_digest
 from sluice.batch.outcomes import ANSWERS, OutcomeTally, details_of_line, is_better
-from sluice.batch.source import kept_path
-from sluice.contract.batch import Batch, LineDetails, retry_of
+from sluice.batch.source import kept_path, parse_window
+from sluice.contract.batch import Batch, BatchState, LineDetails, retry_of
 from sluice.errors import BatchRefused, BatchTaken
 
 
@@ -341,7 +341,7 @@ class StateFile:
             return None
         try:
             return _parse(self._lines[-1])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise BatchRefused(f"{self._file.path} already exists, and was not written by a run") from None
 
     def remove(self) -> None:
@@ -368,7 +368,7 @@ def read_state(path: Path) -> RunState | None:
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     try:
         return _parse(complete.rpartition(b"\n")[2])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -376,7 +376,24 @@ def _parse(raw: bytes) -> RunState:
     stored: dict[str, Any] = json.loads(raw)
     batch, rerun = Batch.from_json(json.dumps(stored["batch"])), tuple(stored.get("rerun", ()))
     earlier_s, remote = stored.get("earlier_s", 0.0), stored.get("remote", "")
-    return RunState(batch, stored["sha256"], stored["models"], rerun, earlier_s, remote)
+    state = RunState(batch, stored["sha256"], stored["models"], rerun, earlier_s, remote)
+    if not remote:  # else the status is another server's
+        _check(state)
+    return state
+
+
+def _check(state: RunState) -> None:
+    """Raise TypeError, ValueError or AttributeError for a state that a person wrote, if feeding the run would."""
+    batch, details = state.batch, state.batch.sluice
+    times = [getattr(of, each.name) for of in (batch, details) for each in fields(of) if each.name.endswith("_at")]
+    numbers = (batch.created_at, details.priority, state.earlier_s, *details.retry.values(), *filter(None, times))
+    numbers += (details.not_before or 0, details.output_expires_s or 0)
+    texts = (batch.id, state.sha256, *state.rerun, *state.models, *state.models.values())
+    texts += (*(details.allowed_models or ()), details.tenant or "", details.input_file or "")
+    right = (*(isinstance(each, int | float) for each in numbers), *(isinstance(each, str) for each in texts))
+    parse_window(batch.completion_window)
+    if not all(right) or batch.status not in get_args(BatchState):
+        raise TypeError
 
 
 def _compact(value: Any) -> str:

@@ -157,11 +157,15 @@ class Schedules:
     def state(self, name: str) -> ScheduleState:
         """Return the state. Raises OSError, ValueError."""
         try:
-            return parse_as(ScheduleState, json.loads(self._path(name, "state").read_text("utf-8")))
+            state = parse_as(ScheduleState, json.loads(self._path(name, "state").read_text("utf-8")))
+            times = (state.handled, state.started or 0, state.ran or 0, state.skipped or 0)
+            if all(0 <= each < 1e10 for each in times):
+                return state
         except FileNotFoundError:
             return ScheduleState()
         except TypeError:
-            raise ValueError(f"{name}.state is not a JSON object") from None
+            pass
+        raise ValueError(f"{name}.state was not written by a schedule; remove it, and the last time may run again")
 
     def write(self, name: str, schedule: Schedule) -> None:
         """Add or replace a schedule. Raises OSError."""

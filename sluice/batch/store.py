@@ -236,16 +236,16 @@ class FileStore:
         return file.run is not None and not any((self._folder / part / file.run).exists() for part in parts)
 
     def _remove(self, home: Path, file: StoredFile) -> None:
-        gone = home / f".{file.id}.gone"
-        with suppress(FileNotFoundError):  # another process was faster
-            (home / file.id).rename(gone)
-            shutil.rmtree(gone)
-        if file.run is not None:
+        if file.run is not None:  # first, since no sweep would remove it once the file is gone
             name = "errors.jsonl" if file.filename.endswith("_error.jsonl") else "output.jsonl"
             for part in ("done", "failed"):
                 run_dir = self._folder / part / file.run
                 if _has_file(run_dir, file.id):
                     (run_dir / name).unlink(missing_ok=True)
+        gone = home / f".{file.id}.gone"
+        with suppress(FileNotFoundError):  # another process was faster
+            (home / file.id).rename(gone)
+            shutil.rmtree(gone)
 
     def _home(self, tenant: str | None) -> Path:
         if tenant is None:
@@ -382,7 +382,7 @@ def _about(folder: Path) -> StoredFile | None:
 def _names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # such as macOS's .DS_Store
         return []
 
 

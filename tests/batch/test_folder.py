@@ -223,6 +223,33 @@ async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
         assert batch.errors.data[0].code == "refused"
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sluice": {"priority": "5"}},
+        {"sluice": {"not_before": "22:00"}},
+        {"sluice": {"retry": ["cut"]}},
+        {"sluice": {"kinds": []}},
+        {"expires_at": "soon"},
+        {"completion_window": "a day"},
+        {"status": "waiting"},
+    ],
+    ids=str,
+)
+async def test_a_state_with_values_that_no_run_writes_ends_its_run_alone(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path, changed: dict[str, object]
+) -> None:
+    file = write(tmp_path / "in.jsonl", says("a"))
+    submitted = await client.submit_batch(file, folder.root)
+    state = folder.inbox / f"{submitted.id}.run"
+    stored = json.loads(state.read_text())
+    state.write_text(json.dumps({**stored, "batch": {**stored["batch"], **changed}}) + "\n")
+    put(folder, "good.jsonl", "b")
+    await feed(client, folder)
+    assert there(folder)["done"] == ["good"]
+    assert [path.name for path in folder.failed.iterdir()] == [submitted.id]
+
+
 async def test_a_file_that_is_still_written_is_left(client: Client, chat: Chat, folder: RunFolder) -> None:
     for name in (".hidden.jsonl", "half.jsonl.part", "half.tmp", "notes.txt"):
         put(folder, name, "a")
@@ -343,6 +370,32 @@ async def test_what_is_no_file_stays_in_the_inbox_and_is_named(
     assert list(folder.running.iterdir()) == []
     said = {record.getMessage().split(" stays in the inbox")[0] for record in caplog.records}
     assert said == {"folder.jsonl", "link.jsonl", "pipe.jsonl"}
+
+
+@pytest.mark.parametrize("kill", ["rename", "rmdir", "unlink"])
+def test_a_deletion_that_is_killed_leaves_no_answers_without_their_file(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, kill: str
+) -> None:
+    run_dir, store = folder.done / new_run_id(), FileStore(folder.root)
+    run_dir.mkdir()
+    batch = replace(new_batch(run_paths(run_dir), RunOptions(id=run_dir.name)), request_counts=RequestCounts(1, 1, 0))
+    ended = batch.enter("completed", time.time())
+    (run_dir / "output.jsonl").write_text("answers\n")
+    with StateFile(run_paths(run_dir).state) as state:
+        state.save(RunState(ended, "", {}))
+    store.keep_results(ended, run_dir)
+    file = store.find(None, result_ids(ended)[0] or "")
+    assert file is not None
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path if kill == "rename" else os, kill, die)
+        with pytest.raises(KeyboardInterrupt):
+            store.delete(None, file)
+    store.sweep()
+    assert store.find(None, file.id) or not (run_dir / "output.jsonl").exists()
 
 
 def test_deleting_the_answers_of_before_a_rerun_leaves_those_of_after_it(folder: RunFolder) -> None:

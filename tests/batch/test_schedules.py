@@ -236,6 +236,18 @@ def test_a_file_that_is_no_schedule_stops_no_other_and_is_told_once(
     assert caplog.text.count("broken.json") == 1
 
 
+@pytest.mark.parametrize("text", ["5", '{"handled": "noon"}', '{"started": [1]}', '{"handled": 1e300}'])
+def test_a_state_that_no_schedule_wrote_stops_no_other(
+    folder: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedules, told = Schedules(folder), set[str]()
+    for name in ("broken", "night"):
+        schedules.write(name, schedule())
+    (folder / "schedules" / "broken.state").write_text(text)
+    assert schedules.due(TWO, told) == ["night"]
+    assert "broken.state was not written by a schedule" in caplog.text
+
+
 def test_a_schedule_with_an_output_is_followed_only_if_no_other_user_can_have_written_it(folder: Path) -> None:
     schedules = Schedules(folder)
     schedules.write("night", schedule(output="/out-%Y-%m-%d.jsonl"))

@@ -123,6 +123,12 @@ def test_the_script_prepares_a_server_for_each_role_and_nobody_else(queue: Queue
             assert kept == {"maxmemory-policy": "noeviction", "appendonly": "yes", "appendfsync": "everysec"}
 
 
+def test_a_strict_client_accepts_the_certificate(queue: Queue) -> None:
+    strict = ["openssl", "verify", "-x509_strict", "-verify_ip", "127.0.0.1", "-CAfile", "ca.crt", "redis.crt"]
+    done = subprocess.run(strict, cwd=queue.folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_script_again_renews_the_certificate_alone(queue: Queue) -> None:
     before = {file.name: file.read_text() for file in queue.folder.iterdir()}
     queue.secure()

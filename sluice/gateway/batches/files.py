@@ -140,6 +140,7 @@ def _form(caller: Caller, store: FileStore) -> FileForm:
     def end(new: NewFile, filename: str, fields: dict[str, str]) -> StoredFile:
         if (purpose := fields.get("purpose")) != "batch":
             raise wrong_purpose(purpose)
+        store.check_space(caller.tenant, 0, caller.batch_bytes)  # beside parts too; the file is there already
         return new.publish(filename, "batch", _life_s(fields), max_held=caller.batch_bytes)
 
     return FileForm(

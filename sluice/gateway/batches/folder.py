@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -53,7 +54,6 @@ class Shared:
     def __init__(self, path: Path | None) -> None:
         """`path` None: there is no folder, and every use of it raises `ApiError` 404."""
         self._path = None if path is None else path.absolute()
-        self._ended = dict[str, tuple[tuple[str, int, int], RunState | None]]()  # by run, with the stamp of its file
         self._swept_at = -1e9
         if self._path is not None:
             with suppress(OSError):  # the first request tells it
@@ -85,25 +85,31 @@ class Shared:
         return state if state is not None and tenant in (None, state.batch.sluice.tenant) else None
 
     def runs(self, tenant: str | None) -> list[Batch]:
-        """Return the saved states of the tenant's runs, the newest first. Blocks."""
-        states = filter(None, (self._cached(run_id) for run_id in run_ids(self.folder)))
-        found = [state.batch for state in states if tenant in (None, state.batch.sluice.tenant)]
+        """Return the saved states of the tenant's runs, the newest first; of ended ones without problems. Blocks."""
+        runs = filter(None, (self._cached(run_id) for run_id in run_ids(self.folder)))
+        found = [batch for batch in runs if tenant in (None, batch.sluice.tenant)]
         return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
-    def _cached(self, run_id: str) -> RunState | None:
+    def with_problems(self, runs: Sequence[Batch]) -> list[Batch]:
+        """Return these runs with the problems of their files. Blocks."""
+        states = [find_run(self.folder, run.id) if run.status == "failed" else None for run in runs]
+        return [run if state is None else state.batch for run, state in zip(runs, states, strict=True)]
+
+    def _cached(self, run_id: str) -> Batch | None:
         """Return the state of a run. The files of runs that have ended are read once."""
         for part in (self.folder.done, self.folder.failed):
             path = part / run_id / "run"
             with suppress(FileNotFoundError, NotADirectoryError):
                 status = path.stat()
-                stamp = str(path), status.st_mtime_ns, status.st_size
-                kept = self._ended.get(run_id)
-                if kept is None or kept[0] != stamp:
-                    while len(self._ended) >= 10_000:  # some kilobytes each
-                        self._ended.pop(next(iter(self._ended)), None)
-                    self._ended[run_id] = kept = stamp, read_state(path)
-                return kept[1]
-        return find_run(self.folder, run_id)
+                return _ended(path, status.st_mtime_ns, status.st_size)
+        state = find_run(self.folder, run_id)
+        return state.batch if state else None
+
+
+@lru_cache(10_000)  # some kilobytes each: a run may have a thousand problems
+def _ended(path: Path, mtime_ns: int, size: int) -> Batch | None:
+    state = read_state(path)
+    return replace(state.batch, errors=None) if state else None
 
 
 def limit_of(request: Request, most: int, default: int) -> int:

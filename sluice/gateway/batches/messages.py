@@ -162,7 +162,7 @@ class _MessageBatches:
         return batch
 
     def _store(self, caller: Caller, run_id: str, lines: Sequence[bytes], life_s: int) -> StoredFile:
-        new = self._shared.store.new(caller.tenant)
+        new = self._shared.store.new(caller.tenant, sum(map(len, lines)), caller.batch_bytes)
         try:
             for line in lines:
                 new.write(line)
@@ -209,16 +209,16 @@ def _encoded(line: Mapping[str, Any], place: int, models: Mapping[str, str]) -> 
     """Return a line, which the run's feeder will accept: a bad one would end the run without a result for any. Raises
     `ApiError`."""
     try:  # as long as in the body: with escapes, some text would have twice as many bytes
-        raw = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode()
+        raw = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # for half of a surrogate pair
-        raw = json.dumps(line, separators=(",", ":")).encode()
+        raw = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     if len(raw) > MAX_REQUEST_BYTES:
         raise ApiError(ErrorForm.BODY_TOO_LARGE, f"requests.{place}: it has more than {MAX_REQUEST_BYTES:,} bytes.")
     try:
         read_line(raw, models)
     except BadLine as bad:
         raise ApiError(ErrorForm.INVALID_VALUE, f"requests.{place}: {bad.message}") from None
-    return raw + b"\n"
+    return raw
 
 
 def _public(batch: Batch, request: Request) -> dict[str, Any]:

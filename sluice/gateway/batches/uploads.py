@@ -57,7 +57,7 @@ def routes(gateway: Gateway, shared: Shared) -> list[Route]:
                 raise _has_ended(upload)
             file = None if upload.file is None else await on_disk(shared.store.find, caller.tenant, upload.file)
             if upload.status == "pending":
-                file = file or await _join(upload, part_ids, md5, caller.batch_bytes)
+                file = await _join(upload, part_ids, md5, caller.batch_bytes)
                 upload = await on_disk(upload.end, "completed", file.id)
             return await json_response(_shown(upload, file))
 
@@ -156,7 +156,11 @@ async def _locked(store: FileStore, caller: Caller, request: Request) -> AsyncIt
         if not await on_disk(stack.enter_context, upload.locked()):
             message = "id: another request is completing this upload; send it again."
             raise ApiError(ErrorForm.CONFLICT, message, param="id", retryable=True)
-        yield await on_disk(_find, store, caller, request)  # as the request before has left it
+        upload = await on_disk(_find, store, caller, request)  # as the request before has left it
+        has_file = upload.file is not None and await on_disk(store.find, caller.tenant, upload.file) is not None
+        if upload.status == "pending" and has_file:  # a gateway died before it could end it
+            upload = await on_disk(upload.end, "completed", upload.file)
+        yield upload
 
 
 def _has_ended(upload: Upload) -> ApiError:

@@ -273,6 +273,13 @@ async def test_an_upload_of_a_living_process_is_not_swept(tmp_path: Path) -> Non
     assert store.find("acme", stored.id) == stored
 
 
+async def test_a_file_beside_the_tenants_folders_disturbs_nobody(openai: AsyncOpenAI, folder: Path) -> None:
+    file = await openai.files.create(file=("in.jsonl", LINE), purpose="batch")
+    (folder / "files" / ".DS_Store").write_bytes(b"of macOS")
+    FileStore(folder).sweep()
+    assert [each.id async for each in openai.files.list()] == [file.id]
+
+
 async def test_expired_files_are_gone_and_removed(openai: AsyncOpenAI, folder: Path) -> None:
     made = await openai.files.create(file=("in.jsonl", LINE), purpose="batch")
     (about,) = folder.glob("files/*/*/about.json")

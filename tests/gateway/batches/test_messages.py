@@ -236,10 +236,12 @@ async def test_a_page_of_many_batches_needs_no_connection_for_each(
 
 
 async def test_a_request_that_no_feeder_would_take_is_refused_alone(redis_url: str, folder: Path) -> None:
+    line = {"custom_id": "b", "method": "POST", "url": "/v1/messages", "body": asked("b", system="")["params"]}
+    long_by_its_end = "x" * (16_000_000 - len(json.dumps(line, separators=(",", ":"))))
     with serving(redis_url, ServeSettings(_env_file=None, batch_dir=folder, max_body_bytes=40_000_000)) as gateway:
         async with client_of(gateway.url) as anthropic:
             with pytest.raises(sdk.APIStatusError, match="requests.1: it has more than 16,000,000 bytes"):
-                await anthropic.messages.batches.create(requests=[asked("a"), asked("b", system="x" * 16_000_000)])
+                await anthropic.messages.batches.create(requests=[asked("a"), asked("b", system=long_by_its_end)])
             with pytest.raises(sdk.APIStatusError, match="more than 100 models"):
                 await anthropic.messages.batches.create(requests=[asked(f"{k}", model=f"m{k}") for k in range(101)])
             await anthropic.messages.batches.create(requests=[asked("a", system="字" * 3_000_000)])

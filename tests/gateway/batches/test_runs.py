@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from threading import current_thread
 
 import httpx
 import openai as sdk
@@ -14,6 +15,9 @@ from redis.asyncio import Redis
 
 from sluice import Client
 from sluice.batch.store import FileStore
+from sluice.gateway.batches import runs
+from sluice.gateway.batches.folder import Shared
+from sluice.gateway.batches.runs import public
 from tests.batch.helpers import as_bytes, feed_folder, says, write
 from tests.fakes import FakeChat
 from tests.gateway.batches.test_files import tenants
@@ -76,12 +80,21 @@ async def test_half_a_surrogate_pair_in_metadata_spoils_no_answer(openai: AsyncO
 
 
 @pytest.mark.usefixtures("fake_worker", "feeder")
-async def test_a_bad_file_fails_with_its_lines(openai: AsyncOpenAI) -> None:
+async def test_a_bad_file_fails_with_its_lines(
+    openai: AsyncOpenAI, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = await ended(openai, (await created(openai, await uploaded(openai, "a", "a"))).id)
     assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
     assert batch.errors is not None
     assert batch.errors.data is not None
     assert [(each.code, each.line) for each in batch.errors.data] == [("duplicate_custom_id", 2)]
+    threads = list[str]()
+    monkeypatch.setattr(runs, "public", lambda batch: threads.append(current_thread().name) or public(batch))
+    for _ in range(2):  # read, and kept
+        assert [each.errors async for each in openai.batches.list()] == [batch.errors]
+    (kept,) = Shared(folder).runs(None)
+    assert (kept.id, kept.errors) == (batch.id, None)  # of thousands of runs they would fill the memory
+    assert {name.partition("_")[0] for name in threads} == {"sluice-files"}
 
 
 @pytest.mark.usefixtures("fake_worker")

@@ -72,6 +72,9 @@ async def test_a_completion_that_is_sent_again_finds_its_file(openai: AsyncOpenA
     assert stored is not None
     replace(stored, status="pending").save()  # as a gateway that died after the file was there has left it
     assert await openai.uploads.complete(upload.id, part_ids=part_ids) == first
+    replace(stored, status="pending").save()
+    with pytest.raises(sdk.ConflictError, match="is completed already"):
+        await openai.uploads.cancel(upload.id)
     assert [each.id async for each in openai.files.list()] == [first.file.id if first.file else None]
 
 
@@ -256,6 +259,20 @@ async def test_tenants_have_uploads_of_their_own_that_count_for_their_limit(
         assert done.file.bytes == 600_000
         with pytest.raises(sdk.PermissionDeniedError):
             await created(acme, 600_000)
+
+
+async def test_a_file_counts_beside_the_parts_of_uploads(redis_url: str, folder: Path, tmp_path: Path) -> None:
+    limits = {"tenant": "acme", "batch_bytes": 100_000}
+    async with tenants(redis_url, folder, tmp_path / "keys.json", limits) as (acme,):
+        await added(acme, await created(acme, 90_000), b"x" * 90_000)
+        with pytest.raises(sdk.PermissionDeniedError, match="at most 100,000"):
+            await acme.files.create(file=("in.jsonl", b"x" * 10_001), purpose="batch")
+        body = {"messages": [{"role": "user", "content": "x" * 10_001}], "model": "m", "max_tokens": 1}
+        with pytest.raises(sdk.PermissionDeniedError, match="at most 100,000"):
+            await acme.post(
+                "/messages/batches", cast_to=object, body={"requests": [{"custom_id": "a", "params": body}]}
+            )
+        assert (await acme.files.create(file=("in.jsonl", b"x" * 9_000), purpose="batch")).bytes == 9_000
 
 
 async def test_two_completions_at_once_make_one_file(openai: AsyncOpenAI) -> None:
