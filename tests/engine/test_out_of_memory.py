@@ -145,6 +145,16 @@ def test_a_long_prompt_is_computed_in_shorter_chunks() -> None:
     assert run.generated["long"] == alone(network("qwen3_5"), prompt(400, 99), ANSWER)
 
 
+def test_prompts_that_fail_together_all_wait() -> None:
+    run = Run(model("llama"), step_s=1.0)
+    with small_device(run, "llama", chunk=64):
+        for id in "ab":
+            run.add(id, prompt(100, ord(id)), max_tokens=4)
+        run.drain()
+    assert run.generated == {id: alone(network("llama"), prompt(100, ord(id)), 4) for id in "ab"}
+    assert {*run.ended.values()} <= {"length", "stop"}
+
+
 def test_a_prompt_that_is_too_large_costs_only_itself_and_its_like_are_refused_at_once() -> None:
     run = Run(model("llama"))
     start(run)
