@@ -249,6 +249,30 @@ def test_an_error_that_a_copy_for_the_prefix_cache_raises_is_noticed(monkeypatch
     assert failed[0] > 1
 
 
+def test_no_row_is_copied_after_the_error_that_the_copy_of_another_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows end while the step after theirs fails, and the error is raised only once."""
+    run = Run(model("qwen3_5"), prefix_bytes=1 << 24)
+    for id in "xyz":
+        run.add(id, prompt(5, ord(id)), max_tokens=20 if id == "z" else 6)
+    whole, failed = decode_batch.forward, list[int]()
+
+    def fails_as_two_end(network: Any, cache: Any, rows: Any, *more: Any) -> Any:
+        pending = whole(network, cache, rows, *more)
+        if not failed and sum(len(row.answer) + 1 == row.request.max_tokens for row in rows) == 2:
+            failed.append(len(rows))
+            pending.tokens = mx.zeros_like(pending.tokens) + late_error().astype(mx.uint32)
+            mx.async_eval(pending.tokens)
+        return pending
+
+    monkeypatch.setattr(decode_batch, "forward", fails_as_two_end)
+    run.drain()
+    assert failed == [3]
+    prefix = run.engine._caches.prefix
+    assert prefix is not None
+    said = [(*prompt(5, ord(id)), *run.generated[id]) for id in "xy"]
+    assert [prefix.match_length("", tokens) for tokens in said] == [0, 0]
+
+
 def test_an_error_that_another_group_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(model("qwen3_5"))
     run.group_by(EACH_ALONE)

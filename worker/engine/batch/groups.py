@@ -310,6 +310,7 @@ class Groups:
 
     def cache_of(self, row: Row) -> Iterator[tuple[list[Any], int]]:
         """Yield the cache that holds the row, and the row's index in it, if it decodes. Reading the cache blocks."""
+        self._lose_doubtful()  # maybe at the copy of another row
         self._stopwatch.invalidate()
         return (group.cache_of(row) for group in self._groups if row in group.rows)
 
