@@ -15,7 +15,7 @@ from tests.engine.tiny import alone, model, network, prompt
 from worker.engine import isolation
 from worker.engine.batch import decode_batch
 from worker.engine.upstream.mlx_lm import generation_stream
-from worker.outcomes import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT, Admitted, Preempted
 
 ANSWER = 16
 METAL = "[METAL] Command buffer execution failed: Insufficient Memory (kIOGPUCommandBufferCallbackErrorOutOfMemory)."
@@ -143,6 +143,18 @@ def test_a_long_prompt_is_computed_in_shorter_chunks() -> None:
     assert device.failures == 1
     assert sum(failed) == 1  # the rows that decode have lost nothing
     assert run.generated["long"] == alone(network("qwen3_5"), prompt(400, 99), ANSWER)
+
+
+def test_rows_that_wait_since_memory_was_short_say_so() -> None:
+    run, said = Run(model("llama")), dict[str, list[type]]()
+    with small_device(run, "llama", room=ALL // 2):
+        start(run, apart=0)
+        while len(run.engine):
+            for outcome in run.step().outcomes:
+                if isinstance(outcome, Admitted | Preempted):
+                    said.setdefault(outcome.id, []).append(type(outcome))
+    assert sum(kinds.count(Preempted) for kinds in said.values()) > 0
+    assert all(kinds == [Admitted, Preempted] * (len(kinds) // 2) + [Admitted] for kinds in said.values())
 
 
 def test_prompts_that_fail_together_all_wait() -> None:

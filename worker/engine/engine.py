@@ -192,9 +192,8 @@ class Engine:
             self._active[id].reserve(tokens)
         for id in plan.preempt:
             yield from self._preempt(id)
-        for id in plan.growth.move:
-            if id in self._active:
-                self._running.move(self._active[id])
+        for row in [self._active[id] for id in plan.growth.move if id in self._active]:
+            self._running.move(row)
         self._admission.count_prefix(self._caches.nbytes - prefix_bytes)
         if plan.reservation.must_tighten or self._throttle.reclaim >= Reclaim.OFFLINE_ROWS:
             self._running.tighten()
@@ -474,6 +473,7 @@ class Engine:
         for row in rows:
             self._drop(row.id)
             self._admission.requeue(WaitingRequest(row.resumable_request(), preempted=True, age=row.age))
+            yield Preempted(row.id)
         mx.clear_cache()
         self._now.out_of_memory += len(rows)
         logger.warning("no memory: the caches of %d rows were given up, which wait for room", len(rows))
