@@ -10,6 +10,7 @@ import pytest
 from tests.engine.driver import EACH_ALONE, Run
 from tests.engine.prefill.test_specprefill import ANSWER as KEPT_ANSWER
 from tests.engine.prefill.test_specprefill import LONG, WISH, drafted, kept_alone
+from tests.engine.sampling.test_grammar_processor import RecordingGrammar
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine import isolation
@@ -283,6 +284,44 @@ def test_no_row_is_copied_after_the_error_that_the_copy_of_another_has_raised(mo
     assert prefix is not None
     said = [(*prompt(5, ord(id)), *run.generated[id]) for id in "xy"]
     assert [prefix.match_length("", tokens) for tokens in said] == [0, 0]
+
+
+class Noting(RecordingGrammar):
+    """Allows every token, and notes all that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.given = list[int]()
+
+    def accept(self, token: int) -> None:
+        super().accept(token)
+        self.given.append(token)
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_no_grammar_accepts_what_a_failed_step_has_drawn(pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another group raises the error, which is raised only once. An error of a grammar would end the job."""
+    run, grammars, drawn = Run(model("qwen3_5"), pipelined=pipelined), {id: Noting() for id in ROWS}, 1_007
+    run.group_by(EACH_ALONE)
+    for id, tokens in ROWS.items():
+        run.add(id, prompt(tokens, ord(id)), max_tokens=ANSWER, grammar=grammars[id])
+        run.step()
+    run.until(lambda: all(run.generated.values()) and len(run.engine._running.lengths) > 2)
+    whole, failed = decode_batch.forward, list[mx.array]()
+
+    def last_fails(network: Any, cache: Any, rows: Any, *more: Any) -> Any:
+        pending = whole(network, cache, rows, *more)
+        if not failed and rows[0].id == [*run.engine._running][-1][1].id:
+            failed.append(late_error())
+            mx.async_eval(failed)
+            pending.tokens = mx.zeros_like(pending.tokens) + drawn
+            mx.async_eval(pending.tokens)
+        return pending
+
+    monkeypatch.setattr(decode_batch, "forward", last_fails)
+    all_is_well(run, "qwen3_5")
+    assert failed
+    assert not any(drawn in grammar.given for grammar in grammars.values())
 
 
 def test_an_error_that_another_group_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
