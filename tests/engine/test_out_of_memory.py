@@ -10,6 +10,7 @@ import pytest
 from tests.engine.driver import EACH_ALONE, Run
 from tests.engine.prefill.test_specprefill import ANSWER as KEPT_ANSWER
 from tests.engine.prefill.test_specprefill import LONG, WISH, drafted, kept_alone
+from tests.engine.sampling.test_grammar_processor import RecordingGrammar
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine import isolation
@@ -158,6 +159,28 @@ def test_a_long_prompt_is_computed_in_shorter_chunks() -> None:
     assert run.generated["long"] == alone(network("qwen3_5"), prompt(400, 99), ANSWER)
 
 
+def test_rows_that_wait_since_memory_was_short_say_so() -> None:
+    run, said = Run(model("llama")), dict[str, list[type]]()
+    with small_device(run, "llama", room=ALL // 2):
+        start(run, apart=0)
+        while len(run.engine):
+            for outcome in run.step().outcomes:
+                if isinstance(outcome, Admitted | Preempted):
+                    said.setdefault(outcome.id, []).append(type(outcome))
+    assert sum(kinds.count(Preempted) for kinds in said.values()) > 0
+    assert all(kinds == [Admitted, Preempted] * (len(kinds) // 2) + [Admitted] for kinds in said.values())
+
+
+def test_prompts_that_fail_together_all_wait() -> None:
+    run = Run(model("llama"), step_s=1.0)
+    with small_device(run, "llama", chunk=64):
+        for id in "ab":
+            run.add(id, prompt(100, ord(id)), max_tokens=4)
+        run.drain()
+    assert run.generated == {id: alone(network("llama"), prompt(100, ord(id)), 4) for id in "ab"}
+    assert {*run.ended.values()} <= {"length", "stop"}
+
+
 def test_a_prompt_that_is_too_large_costs_only_itself_and_its_like_are_refused_at_once() -> None:
     run = Run(model("llama"))
     start(run)
@@ -250,6 +273,68 @@ def test_an_error_that_a_copy_for_the_prefix_cache_raises_is_noticed(monkeypatch
     monkeypatch.setattr(decode_batch, "forward", fails_as_short_ends)
     all_is_well(run, "qwen3_5")
     assert failed[0] > 1
+
+
+def test_no_row_is_copied_after_the_error_that_the_copy_of_another_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows end while the step after theirs fails, and the error is raised only once."""
+    run = Run(model("qwen3_5"), prefix_bytes=1 << 24)
+    for id in "xyz":
+        run.add(id, prompt(5, ord(id)), max_tokens=20 if id == "z" else 6)
+    whole, failed = decode_batch.forward, list[int]()
+
+    def fails_as_two_end(network: Any, cache: Any, rows: Any, *more: Any) -> Any:
+        pending = whole(network, cache, rows, *more)
+        if not failed and sum(len(row.answer) + 1 == row.request.max_tokens for row in rows) == 2:
+            failed.append(len(rows))
+            pending.tokens = mx.zeros_like(pending.tokens) + late_error().astype(mx.uint32)
+            mx.async_eval(pending.tokens)
+        return pending
+
+    monkeypatch.setattr(decode_batch, "forward", fails_as_two_end)
+    run.drain()
+    assert failed == [3]
+    prefix = run.engine._caches.prefix
+    assert prefix is not None
+    said = [(*prompt(5, ord(id)), *run.generated[id]) for id in "xy"]
+    assert [prefix.match_length("", tokens) for tokens in said] == [0, 0]
+
+
+class Noting(RecordingGrammar):
+    """Allows every token, and notes all that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.given = list[int]()
+
+    def accept(self, token: int) -> None:
+        super().accept(token)
+        self.given.append(token)
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_no_grammar_accepts_what_a_failed_step_has_drawn(pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another group raises the error, which is raised only once. An error of a grammar would end the job."""
+    run, grammars, drawn = Run(model("qwen3_5"), pipelined=pipelined), {id: Noting() for id in ROWS}, 1_007
+    run.group_by(EACH_ALONE)
+    for id, tokens in ROWS.items():
+        run.add(id, prompt(tokens, ord(id)), max_tokens=ANSWER, grammar=grammars[id])
+        run.step()
+    run.until(lambda: all(run.generated.values()) and len(run.engine._running.lengths) > 2)
+    whole, failed = decode_batch.forward, list[mx.array]()
+
+    def last_fails(network: Any, cache: Any, rows: Any, *more: Any) -> Any:
+        pending = whole(network, cache, rows, *more)
+        if not failed and rows[0].id == [*run.engine._running][-1][1].id:
+            failed.append(late_error())
+            mx.async_eval(failed)
+            pending.tokens = mx.zeros_like(pending.tokens) + drawn
+            mx.async_eval(pending.tokens)
+        return pending
+
+    monkeypatch.setattr(decode_batch, "forward", last_fails)
+    all_is_well(run, "qwen3_5")
+    assert failed
+    assert not any(drawn in grammar.given for grammar in grammars.values())
 
 
 def test_an_error_that_another_group_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,20 @@ async def test_the_engine_rests_after_its_steps_and_not_while_a_reader_waits() -
     await engine.stop()
 
 
+async def test_the_memory_of_the_last_row_is_released_after_the_rest() -> None:
+    reports, offline = list[StepReport](), Recorder()
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached, on_step=reports.append)
+    await engine.start()
+    engine.set_throttle(Throttle(1.0, 0.1))
+    engine.submit(GenerationRequest("a", prompt(5, 1), 3, lane="batch"), offline.on_outcome)
+    await asyncio.wait_for(offline.ended.wait(), 60)
+    engine.remove("a")
+    async with asyncio.timeout(30):
+        while not (reserved := reports[-1].reserved) or reserved[0]:
+            await asyncio.sleep(0.01)
+    await engine.stop()
+
+
 async def test_engine_that_raises_reports_failure_to_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     died = asyncio.Event()
     engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=died.set)

@@ -153,3 +153,15 @@ async def test_jobs_that_would_wait_for_memory_stay_in_the_queue(redis_url: str,
         assert chat.began == ["chat-0"]
         watch._courtesy = Courtesy("off")  # as if the pressure was long ago
         await until(lambda: {*chat.began} == {"chat-0", "chat-1", "file-0"})
+
+
+async def test_a_worker_whose_offline_jobs_wait_for_memory_takes_an_interactive_one(redis_url: str, db: Redis) -> None:
+    chat, machine, known = FakeChat(), SimulatedHost(), settings(redis_url, max_rows=4, reserved_rows=1, poll_s=0.05)
+    watch = HostWatch(known, MetricsSink(), lambda throttle: None, machine, every_s=0.01)
+    async with working(known, chat.chat, host=watch):
+        await ask(db, "file-0", {"then": "hang"}, lane="batch", at_ms=1)
+        await until(lambda: running(chat) == {"file-0"})
+        machine.press(Pressure.CRITICAL)
+        await until(lambda: watch.reclaim == Reclaim.NEW_JOBS)
+        await ask(db, "chat-0", {"then": "hang"}, at_ms=2)
+        await until(lambda: running(chat) == {"file-0", "chat-0"})

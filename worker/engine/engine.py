@@ -192,9 +192,8 @@ class Engine:
             self._active[id].reserve(tokens)
         for id in plan.preempt:
             yield from self._preempt(id)
-        for id in plan.growth.move:
-            if id in self._active:
-                self._running.move(self._active[id])
+        for row in [self._active[id] for id in plan.growth.move if id in self._active]:
+            self._running.move(row)
         self._admission.count_prefix(self._caches.nbytes - prefix_bytes)
         if plan.reservation.must_tighten or self._throttle.reclaim >= Reclaim.OFFLINE_ROWS:
             self._running.tighten()
@@ -272,8 +271,7 @@ class Engine:
             if attempt.failed:
                 failed.append(chunk)
         self._running.excuse_failures()
-        for chunk in failed:
-            yield from self._failed(chunk.id, chunk.tokens)
+        yield from self._failed([chunk.id for chunk in failed], max((chunk.tokens for chunk in failed), default=0))
         yield from self._join(joining)
 
     def _join(self, computed: list[ComputedRow]) -> Iterator[Outcome]:
@@ -291,7 +289,7 @@ class Engine:
                 with isolate(f"{row.id}: join") as attempt:
                     self._add([each])
                 if attempt.failed:
-                    yield from self._failed(row.id)
+                    yield from self._failed([row.id])
                     continue
             self._now.queried_tokens += each.tokens
             self._now.hit_tokens += each.cached
@@ -346,8 +344,7 @@ class Engine:
             row.deliver(token)
             yield Sampled(row.request.id, token, None, logprobs, at, accepted)
         self._sweep()
-        for row in failed:
-            yield from self._failed(row.id)
+        yield from self._failed([row.id for row in failed])
         if step_tokens:
             self._failures = 0
 
@@ -429,7 +426,7 @@ class Engine:
             self._prefills.add(row)
             self._insert(row)
         if attempt.failed:
-            yield from self._failed(request.id)
+            yield from self._failed([request.id])
 
     def _insert(self, row: Row) -> None:
         """Add an active row in its place by age."""
@@ -454,13 +451,15 @@ class Engine:
             self._swept = True
             self._running.remove({row for _, row in self._running if row.id not in self._active})
 
-    def _failed(self, id: str, chunk: int = 0) -> Iterator[Outcome]:
-        """Remove a row that has caused a failure, or let it wait if it was a lack of memory. `chunk`: its tokens."""
-        if failures.memory != self._memory_failures and id in self._active:
-            return self._retreat([self._active[id]], chunk)
-        self._end(id)
-        self._failures += 1
-        return iter([RowFailed(id)])
+    def _failed(self, ids: Sequence[str], chunk: int = 0) -> Iterator[Outcome]:
+        """Remove rows that have caused failures, or let them wait if it was a lack of memory. `chunk`: most tokens."""
+        rows = [self._active[id] for id in ids if id in self._active]
+        if rows and failures.memory != self._memory_failures:
+            return self._retreat(rows, chunk)
+        for id in ids:
+            self._end(id)
+        self._failures += len(ids)
+        return map(RowFailed, ids)
 
     def _retreat(self, failed: Sequence[Row], chunk: int = 0) -> Iterator[Outcome]:
         """Free memory, since the device had none, and let the rows that have lost their caches wait until admission,
@@ -474,6 +473,7 @@ class Engine:
         for row in rows:
             self._drop(row.id)
             self._admission.requeue(WaitingRequest(row.resumable_request(), preempted=True, age=row.age))
+            yield Preempted(row.id)
         mx.clear_cache()
         self._now.out_of_memory += len(rows)
         yield from (Preempted(row.id) for row in rows)

@@ -273,7 +273,7 @@ class EngineThread(Generic[M]):
     def _next_command(self, engine: _Computes) -> _Command:
         """Return the next command, or `_Wake` after a while if active rows wait, which may give up waiting, and after a
         rest."""
-        waits = len(engine) > 0 and not self._paused
+        waits = (len(engine) > 0 or engine.needs_step) and not self._paused
         rest_s = self._rest_s(engine) if waits and engine.needs_step else 0.05  # until they are checked again
         try:
             return self._mailbox.get(timeout=max(0.0, rest_s) if waits else None)

@@ -48,7 +48,7 @@ class Reclaim(IntEnum):
 
     def free_rows(self, free: Mapping[Lane, int], rows: int) -> dict[Lane, int]:
         """Return the rows for which jobs are claimed, of the `free` ones: what waits in the queue can run elsewhere. A
-        worker without a job takes an interactive one all the same. `rows`: in use."""
+        worker without an interactive job takes one all the same. `rows`: in use by interactive jobs."""
         open_rows = {lane: count for lane, count in free.items() if lane != "batch" or self < Reclaim.OFFLINE_ROWS}
         most = inf if self < Reclaim.NEW_JOBS else max(0, 1 - rows)
         return {lane: int(min(most, open_rows.get(lane, 0))) for lane in free}

@@ -257,7 +257,8 @@ class QueueWorker:
             return
         rows = worker_rows(self.jobs.claims(), self._settings, self._server.clock.utc(), self._step_times())
         if self._host:
-            rows = replace(rows, free=self._host.reclaim.free_rows(rows.free, rows.in_use))
+            interactive = rows.max_rows - rows.free["interactive"]  # offline ones do not end while they wait for memory
+            rows = replace(rows, free=self._host.reclaim.free_rows(rows.free, interactive))
         limit = rows.free[lane]
         if limit or is_sweep or self._claims.needs_reconcile(lane):
             counts = MAX_COUNTS - sum(claim.is_count for claim in self.jobs.claims())

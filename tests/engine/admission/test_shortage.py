@@ -37,10 +37,23 @@ def test_shorter_chunks_are_tried_before_less_memory() -> None:
     shortage = Shortage()
     shortage.record(8_000_000, 512, 0.0)
     assert shortage.longest_chunk(4_096, 0.0) == 64
-    assert shortage.longest_chunk(4_096, 10 * MINUTES) == 256
+    assert shortage.longest_chunk(4_096, 10 * MINUTES) == 512
     assert shortage.bounded(LIMITS, 0.0).max_bytes == LIMITS.max_bytes
     shortage.record(8_000_000, 64, 0.0)
     assert rows_bytes(shortage, 0.0) == 4_000_000
+
+
+def test_what_a_short_row_has_taught_is_forgotten_in_minutes_too() -> None:
+    """Another program had all of the memory for a minute: no request is refused for it half an hour later."""
+    shortage, short = Shortage(), COSTS.peak_bytes([[100]]) - COSTS.resident_bytes
+    for _ in range(2):
+        shortage.record(short, 0, 0.0)
+        shortage.is_too_large("short", short)
+    longest = COSTS.max_tokens(LIMITS.max_bytes)
+    ((_, decision),) = admit_in_turn([row("x", longest)], [], shortage.bounded(LIMITS, 0.0))
+    assert isinstance(decision, Refuse)
+    ((_, decision),) = admit_in_turn([row("x", longest)], [], shortage.bounded(LIMITS, 25 * MINUTES))
+    assert decision == Admit()
 
 
 def test_a_row_that_needs_more_than_was_learned_is_admitted_alone() -> None:

@@ -9,8 +9,9 @@ from worker.engine.admission.decision import AdmissionLimits
 
 class Shortage:
     """Bounds of the memory that admission may use, after the device had less than that. Each failure halves what rows
-    may reserve, so those that are too many or too large are found in few steps; all that was learned doubles every five
-    minutes, since another program may have taken the memory. Times are time.monotonic()."""
+    may reserve, so those that are too many or too large are found in few steps. All that was learned doubles in five
+    minutes, and is a thousand times as much after twenty, since another program may have taken the memory. Times are
+    time.monotonic()."""
 
     def __init__(self) -> None:
         self._rows_bytes = self._alone_bytes = inf  # besides the weights, for all rows and for one that runs alone
@@ -33,7 +34,8 @@ class Shortage:
         return longest if self._chunk == inf else int(min(longest, self._chunk * self._growth(now)))
 
     def _growth(self, now: float) -> float:
-        return float(2 ** min(64, (now - self._at) / 300))
+        since = min(11.0, (now - self._at) / 300)
+        return float(2 ** (since * (since + 1) / 2))
 
     def record(self, reserved_bytes: int, chunk: int, now: float) -> None:
         """Learn from a failure. `reserved_bytes`: besides the weights, for the rows that were active and for cached

@@ -147,14 +147,14 @@ class Groups:
             drafted = self.speculator.choose_groups(groups, gap)
         self.speculator.begin_step(self._stopwatch.take_host_s() if len(drafted) < len(groups) else 0.0)
         for group in groups:
-            if group not in drafted:
+            if group not in drafted and (suspects or not self._is_doubtful):
                 with self._isolate(group, "the launch of a decode step"):
                     group.launch()
                     if suspects:  # an error is of this group then
                         group.wait()
         launched = [group for group in self._groups if group not in drafted]
-        tokens, plain = self._verify(drafted, running=bool(launched)) if drafted else ([], [])
-        tokens += self._collect(DecodeBatch.collect, launched + plain)
+        tokens, plain = self._verify(drafted, running=bool(launched), apart=suspects) if drafted else ([], [])
+        tokens += self._collect(DecodeBatch.collect, launched + plain, apart=suspects)
         if suspects:
             self._excused = failures.device
         elif self._lose_doubtful():
@@ -165,11 +165,16 @@ class Groups:
         self._launched_lengths = lengths if len(groups) == len(self._groups) and not drafted else []
         return tokens, failed
 
-    def _verify(self, drafted: Sequence[DecodeBatch], *, running: bool) -> tuple[list[StepToken], list[DecodeBatch]]:
+    def _verify(
+        self, drafted: Sequence[DecodeBatch], *, running: bool, apart: bool
+    ) -> tuple[list[StepToken], list[DecodeBatch]]:
         """Verify drafts in these groups, and return the tokens to deliver and the groups that have launched a plain
-        step instead, if no draft is worthwhile. `running`: other groups have launched a step."""
+        step instead, if no draft is worthwhile. `running`: other groups have launched a step. `apart`: see
+        `_collect`."""
         tokens, plain = list[StepToken](), list[DecodeBatch]()
         for group in drafted:
+            if self._is_doubtful and not apart:
+                break
             with self._isolate(group, "the verification of drafts"):
                 inputs = group.read_inputs()
                 if not running:
@@ -191,9 +196,13 @@ class Groups:
         self._record(self._stopwatch.ended())
         return ([], []) if self._lose_doubtful() else (tokens, self._failed_alone(groups))
 
-    def _collect(self, collect: _Collect, groups: Sequence[DecodeBatch]) -> list[StepToken]:
+    def _collect(self, collect: _Collect, groups: Sequence[DecodeBatch], *, apart: bool = False) -> list[StepToken]:
+        """`apart`: each group was waited for, so an error is its own. Otherwise nothing is read after one: grammars
+        would accept what a failed step has drawn."""
         tokens = list[StepToken]()
         for group in [group for group in groups if group in self._groups]:
+            if self._is_doubtful and not apart:
+                break
             with self._isolate(group, "a decode step"):
                 tokens += collect(group)
         return tokens
@@ -232,9 +241,14 @@ class Groups:
         if self._idle:
             self._excused = failures.device
 
+    @property
+    def _is_doubtful(self) -> bool:
+        """True if the device has failed, and maybe at a decode step: see `isolate`."""
+        return failures.device != self._excused
+
     def _lose_doubtful(self) -> bool:
-        """Lose all rows, and return True, if the device has failed, and maybe at a decode step: see `isolate`."""
-        doubtful, self._excused = failures.device != self._excused, failures.device
+        """Lose all rows, and return True, if what they have drawn is doubtful."""
+        doubtful, self._excused = self._is_doubtful, failures.device
         if doubtful:
             self.clear()
         return doubtful
@@ -310,6 +324,7 @@ class Groups:
 
     def cache_of(self, row: Row) -> Iterator[tuple[list[Any], int]]:
         """Yield the cache that holds the row, and the row's index in it, if it decodes. Reading the cache blocks."""
+        self._lose_doubtful()  # maybe at the copy of another row
         self._stopwatch.invalidate()
         return (group.cache_of(row) for group in self._groups if row in group.rows)
 
