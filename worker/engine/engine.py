@@ -473,7 +473,6 @@ class Engine:
         for row in rows:
             self._drop(row.id)
             self._admission.requeue(WaitingRequest(row.resumable_request(), preempted=True, age=row.age))
-            yield Preempted(row.id)
         mx.clear_cache()
         self._now.out_of_memory += len(rows)
         yield from (Preempted(row.id) for row in rows)
