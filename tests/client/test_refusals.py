@@ -224,7 +224,7 @@ async def test_a_server_that_takes_no_job_says_why_even_if_its_workers_are_silen
 ) -> None:
     reason, kind = REFUSALS[code]
     # A busy server without free connections closes most of them before its reply can be read.
-    outage_s = 5.0 if code == "MAXCLIENTS" else 0.5
+    outage_s = 15.0 if code == "MAXCLIENTS" else 0.5
     async with refusing(code) as url, Client(url, outage_s=outage_s) as client:
         with pytest.raises(kind) as raised:
             await client.submit(HELLO, wait_worker_s=wait_worker_s)

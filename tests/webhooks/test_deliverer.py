@@ -152,7 +152,7 @@ async def end_job(redis: Redis, job_id: str, state: str, final: str) -> None:
     names = ["job:", "log:", "ch:", "result:"]
     found = [*(f"sluice:{name}{job_id}" for name in names), "sluice:queue:default:interactive"]
     fields = {"life_ms": 10_000, "attempt": 1, "seq": 0, "state": state, "result": final, "log_ttl_ms": 1000}
-    args = arguments(**fields, result_ttl_ms=1000, dead_letter="", events=[final])
+    args = arguments(**fields, result_ttl_ms=1000, dead_letter="", events=[final], fields=[])
     assert await script(redis, "final")(keys=found, args=args) == b"done"
     assert await script(redis, "final")(keys=found, args=args) == b"done", "repeated, since the reply was lost"
 

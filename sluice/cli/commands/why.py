@@ -39,7 +39,7 @@ def why(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Show where the time of a job went: its queue, its prompt, its answer, over all attempts.
+    """Show where the time of a job went, over all its attempts.
 
     It can be asked while the job waits or runs, and for an hour after its end (SLUICE_RESULT_TTL_S). Times are seconds
     since its submission. With --json, print {"id", "state", "model", "lane", "phases", "moments"}, with Unix seconds;
