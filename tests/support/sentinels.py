@@ -71,10 +71,18 @@ class Sentinels:
         return int(self.ask("GET-MASTER-ADDR-BY-NAME", SERVICE)[1])
 
     def fail_over(self) -> None:
-        """Have the replica promoted, without any death, and wait until it is."""
+        """Have the replica promoted, without any death, and wait until the former primary copies it: until then that
+        takes jobs, which it forgets."""
         before = self.primary_port()
         self.ask("FAILOVER", SERVICE)
         self.until(lambda: self.primary_port() != before)
+        self.until(self._all_copy)
+
+    def _all_copy(self) -> bool:
+        with redis.Redis(port=self.ports[0]) as client:
+            replicas = client.sentinel_slaves(SERVICE)
+        told = {(each["role-reported"], each["master-link-status"]) for each in replicas}
+        return told == {("slave", "ok")}
 
     def name(self, primary: Server) -> None:
         """Have the first sentinel name another server as the primary, of which the servers are not told."""
@@ -98,7 +106,7 @@ class Sentinels:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition is true. Raises TimeoutError."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while True:
             try:
                 if condition():
