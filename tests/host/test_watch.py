@@ -87,7 +87,9 @@ def test_this_machine_has_a_host() -> None:
 def children() -> list[int]:
     command = ["ps", "--no-headers", "-o", "pid,comm", "--ppid", str(os.getpid())]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [int(line.split()[0]) for line in found.stdout.splitlines() if line.split()[1] == "cat"]
+    return [
+        int(line.split()[0]) for line in found.stdout.splitlines() if line.split()[1] in ("env", "cat")
+    ]  # before and after exec
 
 
 @pytest.mark.parametrize(
