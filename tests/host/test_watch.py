@@ -85,11 +85,9 @@ def test_this_machine_has_a_host() -> None:
 
 
 def children() -> list[int]:
-    command = ["ps", "--no-headers", "-o", "pid,comm", "--ppid", str(os.getpid())]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [
-        int(line.split()[0]) for line in found.stdout.splitlines() if line.split()[1] in ("env", "cat")
-    ]  # before and after exec
+    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=True)
+    ours = [line.split() for line in found.stdout.splitlines() if line.split()[1] == str(os.getpid())]
+    return [int(pid) for pid, _, name, *_ in ours if name.rpartition("/")[2] in ("env", "cat")]  # before and after exec
 
 
 @pytest.mark.parametrize(
