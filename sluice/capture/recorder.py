@@ -115,8 +115,8 @@ class _Queues:
         return jobs
 
     def _new(self, found: Sequence[tuple[Any, ...]], now_ms: float = math.inf) -> list[_Waiting]:
-        """Return those that were not returned before, of the indices of their queues, ids, scores, bodies and
-        tenants. `now_ms`: scores may be later."""
+        """Return the jobs that were not returned before. `found`: of each the index of its queue, id, score, body and
+        tenant. A job whose score is later than `now_ms` was scheduled."""
         new = list[_Waiting]()
         for at, job_id, score, body, tenant in found:
             name = _text(job_id)

@@ -18,6 +18,7 @@ from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row, StepToken
 from worker.engine.device import memory_limit, runs_ahead
 from worker.engine.isolation import EngineBroken, failures, isolate
+from worker.engine.memory import StepCounts
 from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
@@ -26,7 +27,6 @@ from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.cost import Forward, PromptChunk
 from worker.engine.step.planner import GapLimit
-from worker.engine.step_counts import StepCounts
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.host.courtesy import Reclaim, Throttle
 from worker.outcomes import (
