@@ -107,6 +107,10 @@ class BatchRegistry:
         """Request the cancellation of a run. Its feeder checks for such requests, as does one that resumes it."""
         await self._redis.set(keys.batch_cancel(batch_id), "1", ex=_STATUS_TTL_S)
 
+    async def forget_cancel(self, batch_id: str) -> None:
+        """Forget a request that came too late: the run had ended."""
+        await self._redis.delete(keys.batch_cancel(batch_id))
+
     async def cancels_requested_at(self, batch_ids: Sequence[str]) -> dict[str, float]:
         """Return when the cancellation of these runs was requested, of those for which it was."""
         async with self._redis.pipeline(transaction=False) as pipe:
