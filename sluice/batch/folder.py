@@ -263,21 +263,15 @@ class _Precedence:
                 self._runs = await self._read()
         own = batch.sluice
         first = (each.sluice for each in self._runs if each.sluice.priority > own.priority)
-        return {model for each in first if each.tenant == own.tenant for model in each.models}
+        left = [item for each in first if each.tenant == own.tenant for item in each.left.items()]
+        return {model for model, lines in left if lines > WINDOW}
 
     async def _read(self) -> list[Batch]:
         ids = [file.parent.name for file in self._folder.running.glob("*/input.jsonl")]
         if len(ids) < 2:
             return []
         runs = await self._registry.read_all([keys.batch(id).encode() for id in ids])
-        return [
-            run for run in runs if run.status == "in_progress" and run.sluice.paused_at is None and _left(run) > WINDOW
-        ]
-
-
-def _left(run: Batch) -> int:
-    counts = run.request_counts
-    return counts.total - counts.completed - counts.failed
+        return [run for run in runs if run.status == "in_progress" and run.sluice.paused_at is None]
 
 
 async def _take_all(redis: Redis, folder: RunFolder, now: float) -> None:

@@ -128,6 +128,22 @@ async def test_a_run_for_another_model_waits_for_no_priority(
         await until(lambda: is_in(client, low, "completed"), within_s=60)
 
 
+async def test_lines_for_a_model_that_nobody_serves_hold_no_run_for_another(
+    client: Client, db: Redis, chat: Chat, folder: RunFolder
+) -> None:
+    lines = (says(f"high{k}", "high", model="unserved" if k < 300 else "default") for k in range(310))
+    file, models = write(folder.root / "high.jsonl", *lines), {"unserved": "unserved"}
+    high = await client.submit_batch(file, folder.root, priority=1, models=models)
+    low = await submit(client, folder, "low", 300)
+    async with feeding(db, folder):
+        await until(lambda: is_in(client, low, "completed"), within_s=60)
+        await until(lambda: has_left(client, high, {"unserved": 300}), within_s=60)
+
+
+async def has_left(client: Client, run: Batch, left: dict[str, int]) -> bool:
+    return (await client.batch_status(run.id)).sluice.left == left
+
+
 async def is_in(client: Client, run: Batch, status: str) -> bool:
     return (await client.batch_status(run.id)).status == status
 
