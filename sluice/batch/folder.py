@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,8 @@ from sluice.contract import keys
 from sluice.contract.batch import NO_DETAILS, Batch, BatchDetails, BatchState, Problem, Problems, is_run_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
 from sluice.transport import Retries
+
+_LOOK_S = 5.0  # between looks for requests to cancel runs that wait
 
 logger = logging.getLogger("sluice.batch")
 
@@ -194,7 +196,8 @@ async def feed_runs(
 ) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
     feeds, by priority, then the oldest first, and several `at_once`: one for a model without a worker does not delay
-    the others. Return when they have ended. `takes` starts another pass with the files of the inbox when it is set.
+    the others. Return when they have ended. `takes` starts another pass with the files of the inbox when it is set. A
+    run whose cancellation is requested is ended in any case, and does not wait for its turn.
 
     All files are moved out of the inbox before the first run, so that another feeder can resume them if this process
     dies. `models` is the mapping for new runs; a resumed run keeps its own. `redis_of`: as for `run_batch`; `hours`: of
@@ -214,8 +217,11 @@ async def feed_runs(
                 takes.clear()
                 await _take_all(redis, folder, clock())
                 take, tried = False, set(feeding)
-            waiting = [] if len(feeding) >= at_once else _by_priority(folder, tried, priorities)
-            for run_dir in waiting[: at_once - len(feeding)]:
+            await _take_cancelled(redis, folder)
+            waiting = _by_priority(folder, tried, priorities)
+            first = waiting[: max(at_once - len(feeding), 0)]
+            cancelled = await _cancelled(redis, [run_dir.name for run_dir in waiting[len(first) :]])
+            for run_dir in [*first, *(folder.running / run_id for run_id in cancelled[:at_once])]:
                 tried.add(run_dir)
                 feeding[run_dir] = group.create_task(
                     _resume(redis, redis_of, folder, run_dir, options, precedence.held)
@@ -223,7 +229,7 @@ async def feed_runs(
             if not feeding:
                 return
             taking = group.create_task(_wait(takes))
-            await asyncio.wait([taking, *feeding.values()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([taking, *feeding.values()], timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             taking.cancel()
             feeding = {run_dir: task for run_dir, task in feeding.items() if not task.done()}
 
@@ -283,15 +289,29 @@ async def _take_all(redis: Redis, folder: RunFolder, now: float) -> None:
 
 
 async def _is_due(redis: Redis, file: Path, now: float) -> bool:
-    """Return False for a file that waits for its `not_before`; one that is cancelled does not."""
+    """Return False for a file that waits for its `not_before`."""
     not_before = _details(file.with_suffix(".run")).not_before
     if not_before is None or not_before <= now:
         return True
-    registry = BatchRegistry(redis)
     with suppress(RedisError, OSError):
-        await registry.touch(file.stem)  # it may wait for longer than a status is kept
-        return await registry.is_cancel_requested(file.stem)
+        await BatchRegistry(redis).touch(file.stem)  # it may wait for longer than a status is kept
     return False
+
+
+async def _take_cancelled(redis: Redis, folder: RunFolder) -> None:
+    """Take the runs of the inbox whose cancellation is requested."""
+    files = [file for file in folder.inbox.glob("batch_*.jsonl") if is_run_id(file.stem) and not file.is_symlink()]
+    for run_id in await _cancelled(redis, [file.stem for file in files]):
+        if not folder.has(run_id):  # else the request is for that one
+            _take(folder, folder.inbox / f"{run_id}.jsonl")
+
+
+async def _cancelled(redis: Redis, run_ids: Sequence[str]) -> list[str]:
+    """Return the runs whose cancellation is requested; none if the server does not answer."""
+    with suppress(RedisError, OSError, TimeoutError):
+        async with asyncio.timeout(2.0):
+            return list(await BatchRegistry(redis).cancels_requested_at(run_ids))
+    return []
 
 
 async def _resume(
