@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -78,9 +78,9 @@ def run_paths(run_dir: Path) -> RunPaths:
 
 
 async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunOptions) -> Batch:
-    """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
-    also if the folder does not exist, since its name may be misspelt, or `ServerUnreachable` if the status cannot be
-    stored. A run of this id that is there already stays as it is.
+    """Copy a file into the inbox, where it appears only when complete, and return the run's status. Raises OSError,
+    also if the folder does not exist, since its name may be misspelt, `ServerUnreachable` if the status cannot be
+    stored, or `BatchTaken` if another process is submitting this run. One that is there already stays as it is.
 
     The run's first state, which holds the options, is beside the file before the file appears: without its file it is
     nothing, and a feeder moves it first."""
@@ -91,13 +91,15 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunO
         raise NotADirectoryError(errno.ENOTDIR, missing, str(folder.root))
     folder.make()
     state = RunState(new_batch(run_paths(folder.running / options.id), options), "", options.models or {})
-    if (folder.inbox / f"{options.id}.jsonl").exists() or folder.has(options.id):
-        return state.batch
-    with _Handover(folder, state) as handover:
-        await asyncio.to_thread(handover.prepare, file, _copy)
-        await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(state.batch))
-        handover.complete()
-    return state.batch
+    if not _is_there(folder, options.id):
+        with _Handover(folder, state) as handover:
+            if not _is_there(folder, options.id):  # another was not faster
+                await asyncio.to_thread(handover.prepare, file, _copy)
+                await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(state.batch))
+                handover.complete()
+                return state.batch
+    known = await asyncio.to_thread(find_run, folder, options.id)
+    return known.batch if known else state.batch
 
 
 def place_run(folder: RunFolder, state: RunState, file: Path) -> None:
@@ -109,32 +111,41 @@ def place_run(folder: RunFolder, state: RunState, file: Path) -> None:
         handover.complete()
 
 
+def _is_there(folder: RunFolder, run_id: str) -> bool:
+    return (folder.inbox / f"{run_id}.jsonl").exists() or folder.has(run_id)
+
+
 class _Handover:
-    """The files of a run on their way into the inbox. They are removed at the end unless `complete` was called."""
+    """The files of a run on their way into the inbox. They are removed at the end unless `complete` was called. The
+    lock of its state excludes others that hand the same run over."""
 
     def __init__(self, folder: RunFolder, state: RunState) -> None:
+        """Raises OSError, or `BatchTaken` if another process hands this run over."""
         self._partial = folder.inbox / f".{state.batch.id}.part"
         self._waiting = folder.inbox / f"{state.batch.id}.jsonl"
         self._state, self._state_path = state, self._waiting.with_suffix(".run")
-        self._undo = ExitStack()
+        try:
+            self._saved = StateFile(self._state_path)
+        except BatchTaken:
+            problem = "another command is submitting it at this moment, so this one did nothing"
+            raise BatchTaken(f"{state.batch.id}: {problem}") from None
 
     def __enter__(self) -> Self:
-        for path in (self._partial, self._state_path):
-            self._undo.callback(path.unlink, missing_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._undo.close()
+        if not self._waiting.exists():
+            self._partial.unlink(missing_ok=True)
+            self._state_path.unlink(missing_ok=True)
+        self._saved.close()
 
     def prepare(self, file: Path, put: Callable[[Path, Path], None]) -> None:
         self._partial.unlink(missing_ok=True)  # of a process that died while it handed the same run over
         put(file, self._partial)
-        with StateFile(self._state_path) as saved:
-            saved.save(self._state)
+        self._saved.save(self._state)
 
     def complete(self) -> None:
         self._partial.rename(self._waiting)
-        self._undo.pop_all()
 
 
 def find_run(folder: RunFolder, run_id: str) -> RunState | None:
