@@ -71,8 +71,8 @@ def capture(
     keys of the worker are not in it. Only its owner can read it. It prints the file's name.
 
     Jobs that are submitted from now on are recorded, each when it ends. Ctrl-C ends the recording; the file keeps what
-    there is, also of jobs that run. A worker deletes the request of a job that ends: with --id an ended job is recorded
-    without it, and one that takes milliseconds, such as a refused one, may be missed.
+    there is, also of jobs that run. The request of a job is deleted when it ends: with --id an ended job is recorded
+    without it.
 
     Exit codes: 0 something was recorded, 2 nothing was.
 
@@ -136,8 +136,7 @@ async def _capture(
                 for job in await recorder.record_unfinished():
                     write(job)
         if recorder.skipped:
-            ended = counted(recorder.skipped, "job")
-            note(f"{ended} ended before they could be read, or came while too many were held.", style="yellow")
+            note(f"{counted(recorder.skipped, 'job')} came while too many were held.", style="yellow")
 
 
 async def _until(
