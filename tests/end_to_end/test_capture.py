@@ -21,12 +21,14 @@ from sluice.capture.file import CapturedJob, CaptureWriter
 from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Waiting
 from sluice.capture.redaction import redacted
 from sluice.contract import keys
+from sluice.contract.keys import JobFunction
+from sluice.mapped import MappedClient
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_users import admin as admin
 from tests.end_to_end.test_users import url_of
 from tests.images.pictures import data_url, patch, saved
 from tests.support.embedding import write_checkpoint as write_embedding
-from tests.support.stack import GatewayProcess, WorkerProcess
+from tests.support.stack import GatewayProcess, Server, WorkerProcess
 
 _TIMEOUT_S = 60
 COUNT = {"messages": [{"role": "user", "content": "Count to 12."}], "temperature": 0}
@@ -511,3 +513,67 @@ def test_images_vectors_and_counts_are_replayed(sluice: Command, redis_url: str,
         assert ended(process)[0] == 0
         code, out, err = sluice("replay", "capture.jsonl")
         assert (code, out) == (0, "embedded  equal: 2 vectors, finished (stop)\n"), err
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> Iterator[Command]:
+    """Commands with a map of two servers: on one a worker for chats, on the other one for vectors."""
+    vectors = write_embedding("bert", tmp_path / "model")
+    with Server() as first, Server() as second:
+        file = tmp_path / "servers.toml"
+        file.write_text(f'default = "{first.url}"\n[models]\nvectors = "{second.url}"\n')
+        with (
+            WorkerProcess(first.url, model_name="talks", max_rows=2),
+            WorkerProcess(second.url, model=vectors, model_name="vectors"),
+        ):
+            command = Command(first.url, tmp_path)
+            command.env |= {"SLUICE_REDIS_URLS": str(file), "SLUICE_REDIS_URL": "redis://127.0.0.1:1/0"}
+            yield command
+            command.db.close()
+
+
+@pytest.mark.slow
+def test_counts_and_vectors_of_several_servers_are_recorded_and_replayed(spread: Command, tmp_path: Path) -> None:
+    texts: dict[str, Any] = {"input": ["Hello there!", "b"]}
+    asked = {
+        "talks": [("chat", "chat", COUNT), ("count", "count", COUNT), ("refused", "count", REFUSED)],
+        "vectors": [
+            ("floats", "embed", texts),
+            ("base64", "embed", {**texts, "encoding_format": "base64", "dimensions": 8}),
+            ("no-text", "embed", {"input": []}),
+        ],
+    }
+
+    async def ask(jobs: list[tuple[str, JobFunction, dict[str, Any]]], model: str) -> None:
+        async with MappedClient(tmp_path / "servers.toml") as client:
+            for job_id, function, request in jobs:
+                await client.submit({**request, "model": model}, model=model, id=job_id, function=function)
+
+    for model, jobs in asked.items():
+        with capturing(spread, "--model", model, "--next", "3", "-o", f"{model}.jsonl") as process:
+            asyncio.run(ask(jobs, model))  # type: ignore[arg-type]
+            code, _, err = ended(process)
+        assert code == 0, err
+    lines = [(tmp_path / f"{model}.jsonl").read_text().splitlines() for model in asked]
+    (tmp_path / "all.jsonl").write_text("\n".join((*lines[0], *lines[1][1:], "")))
+    code, out, err = spread("replay", "all.jsonl", "--json")
+    assert (code, verdicts(out)) == (0, dict.fromkeys([id for jobs in asked.values() for id, *_ in jobs], "equal")), (
+        out, err,
+    )  # fmt: skip
+    for job in (jobs := [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()])[1:]:
+        assert job["request"]["model"] == job["model"]
+        if job["id"] == "count":
+            job["result"]["usage"]["prompt_tokens"] += 1
+        if job["id"] == "floats":
+            job["result"]["data"][1]["embedding"][2] += 0.5
+    (tmp_path / "changed.jsonl").write_text("\n".join(map(json.dumps, jobs)))
+    code, out, _ = spread("replay", "changed.jsonl", "--job", "count", "--job", "floats")
+    assert code == 1
+    assert re.fullmatch(
+        r"count  differs: recorded 15 prompt tokens, now 14\nfloats  differs: vector 1 differs at number 2: .*\n", out
+    ), out
+    with GatewayProcess(spread.env["SLUICE_REDIS_URL"], more_env=spread.env) as gateway:
+        del spread.env["SLUICE_REDIS_URL"], spread.env["SLUICE_REDIS_URLS"]
+        code, out, _ = spread("replay", "all.jsonl", "--url", gateway.base_url, "--json")
+    counts = dict.fromkeys(("count", "refused"), "skipped")  # a gateway has no path for them
+    assert (code, verdicts(out)) == (0, {job["id"]: "equal" for job in jobs[1:]} | counts)
