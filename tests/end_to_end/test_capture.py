@@ -515,6 +515,15 @@ def test_images_vectors_and_counts_are_replayed(sluice: Command, redis_url: str,
         assert (code, out) == (0, "embedded  equal: 2 vectors, finished (stop)\n"), err
 
 
+def test_a_capture_of_a_model_whose_server_is_away_ends_at_once(
+    sluice: Command, redis_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "servers.toml").write_text(f'default = "{redis_url}"\n[models]\nother = "redis://127.0.0.1:1/0"\n')
+    sluice.env["SLUICE_REDIS_URLS"] = str(tmp_path / "servers.toml")
+    code, _, err = sluice.process("capture", "--model", "other")
+    assert (code, "Connect call failed" in err, [*tmp_path.glob("*.jsonl")]) == (2, True, []), err
+
+
 @pytest.fixture
 def spread(tmp_path: Path) -> Iterator[Command]:
     """Commands with a map of two servers: on one a worker for chats, on the other one for vectors."""

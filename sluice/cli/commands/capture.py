@@ -115,6 +115,7 @@ async def _capture(
         wanted = Wanted((await client.aliases()).get(wanted.model, wanted.model), wanted.tenant, wanted.failed_only)
         recorder = Recorder(client)
         if not ids:
+            await client.of_model(wanted.model).ping()  # of several servers another one may have answered
             await mention_missing_worker(client, wanted.model, waits="its jobs wait")
         jobs = recorder.record_known(ids) if ids else recorder.record_next(wanted, count)
         total = len(set(ids)) if ids else count
