@@ -94,7 +94,7 @@ class _Responses(Endpoint):
         return dict(self._new(body, "").chat)
 
     def answer(self, body: LineBody, job_id: str, result: bytes) -> bytes:
-        from sluice.interfaces.responses.record import from_completion
+        from sluice.interfaces.responses.stream import from_completion
 
         head = self._new(body, job_id).record.head
         completion = json.loads(result)
@@ -108,8 +108,7 @@ class _Responses(Endpoint):
 
     def _new(self, body: LineBody, job_id: str) -> "NewResponse":
         from sluice.interfaces import committed
-        from sluice.interfaces.responses.head import PREFIX
-        from sluice.interfaces.responses.record import new_response
+        from sluice.interfaces.responses.record import PREFIX, new_response
         from sluice.interfaces.responses.request import read_response_request
 
         read, ignored = committed.responses(dict(body))

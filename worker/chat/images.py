@@ -17,7 +17,7 @@ from worker.settings import Settings
 
 
 class _Preprocessor(Protocol):
-    """The model's image processor. See `worker.engine.vision.processors`."""
+    """The model's image processor. See `worker.engine.vision.families`."""
 
     def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
         """Preprocess a PIL image. Raises ValueError."""

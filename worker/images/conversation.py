@@ -27,7 +27,7 @@ class Decoders:
 
     def __init__(self) -> None:
         self._timeout_s: float = _LONGEST_S
-        self._children = Children("worker.images", most=2, reused=True)  # they compete with the engine for cores
+        self._children = Children("worker.images.decode", most=2, reused=True)  # they compete with the engine for cores
 
     async def decode(self, source: bytes, *, is_url: bool, max_bytes: int, max_pixels: int, low: bool) -> Image:
         """Decode an image in a process of the pool; waits for a free one. Raises `JobFailure` for an invalid image, one
