@@ -82,9 +82,11 @@ async def _read(url: str, job_id: str) -> tuple[str | None, dict[bytes, bytes], 
 
 
 async def _read_fields(redis: Redis, job_id: str) -> tuple[dict[bytes, bytes], float]:
-    fields: dict[bytes, bytes] = await redis.hgetall(keys.job(job_id))  # type: ignore[misc]
-    owner: bytes | None = await redis.get(f"arq:in-progress:{job_id}")
-    seconds, microseconds = await redis.time()
+    async with redis.pipeline() as pipe:  # a transaction: the end of a job deletes its lease
+        pipe.hgetall(keys.job(job_id))
+        pipe.get(f"arq:in-progress:{job_id}")
+        pipe.time()
+        fields, owner, (seconds, microseconds) = await pipe.execute()
     return {**fields, _LEASE: owner or b""}, seconds + microseconds / 1e6
 
 
