@@ -220,8 +220,7 @@ TABLE = {
         "worker.process.child worker.queue.scripts",
         "redis",
     ),
-    "worker.supervisor.decision": May(standard=PURE),
-    "worker.supervisor.planned": May("sluice.log_lines", standard=PURE),
+    "worker.supervisor.decision": May("sluice.log_lines", standard=PURE),
     "worker.supervisor.plan": May(
         "sluice.contract.keys sluice.wording worker.engine worker.environment worker.errors worker.settings "
         "worker.supervisor"
