@@ -19,7 +19,6 @@ _FIELDS = ("custom_id", "method", "url", "body")
 _EXAMPLE = (
     f'A line looks like {{"custom_id": "a", "method": "POST", "url": "{CHAT.url}", "body": {{"messages": [...]}}}}.'
 )
-_DEFAULT_MODEL = "default"
 
 
 class BadLine(Exception):
@@ -191,7 +190,7 @@ _CHECKS: Mapping[str, Callable[[object], None]] = {
 
 def _served_name(named_model: object, models: Models) -> str:
     if named_model is None:
-        return models.get("*", _DEFAULT_MODEL)
+        return models.get("*", keys.DEFAULT_MODEL)
     if not isinstance(named_model, str):
         raise BadLine("invalid_model", f"body.model must be a string, not {_quoted(named_model)}", "body.model")
     name = mapped_name(named_model, models)

@@ -196,7 +196,6 @@ LaneChoice = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object per line; all else on stderr.")]
 
 REDIS_URL = "redis://localhost:6379/0"
-MODEL = "default"
 
 
 Retry = Annotated[

@@ -10,6 +10,7 @@ LANES: tuple[Lane, ...] = ("interactive", "batch")
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 JOB_ID = r"[A-Za-z0-9._-]{1,128}"
+DEFAULT_MODEL = "default"  # of a request that names none, and of a worker without a name
 
 TENANT_CHARACTERS = 128  # at most, as in `user` and `safety_identifier`
 CACHE_KEY_CHARACTERS = 256  # at most

@@ -18,7 +18,6 @@ from sluice.capture.redaction import redacted
 from sluice.capture.replay import Outcome, replay, to_submit
 from sluice.cli.errors import CliError, connected, refuse_bad_id, sentence
 from sluice.cli.options import (
-    MODEL,
     REDIS_URL,
     ApiKey,
     AsJson,
@@ -33,7 +32,7 @@ from sluice.cli.options import (
 from sluice.cli.terminal.follow import mention_missing_worker, on_interrupt
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import note, notes, printable
-from sluice.contract.keys import is_model_name
+from sluice.contract.keys import DEFAULT_MODEL, is_model_name
 from sluice.wording import counted
 
 
@@ -92,7 +91,7 @@ def capture(
     try:
         with CaptureWriter(path, redacted=redact) as writer:
             _warn(path, redact=redact)
-            wanted = Wanted(model or MODEL, tenant, failed)
+            wanted = Wanted(model or DEFAULT_MODEL, tenant, failed)
             asyncio.run(_capture(redis_url, writer, wanted, ids or [], count, redact=redact))
     except FileExistsError:
         raise CliError(f"{path} exists already: give another name with -o.") from None
