@@ -27,41 +27,6 @@ from sluice.submission import ExtraKey, NewJob, Submission, Submitted, new_job
 from sluice.transport import Retries, connect
 
 
-class _Results:
-    """Reads results, as soon as they are there."""
-
-    def __init__(self, redis: Redis, retries: Retries, streams: Streams) -> None:
-        self._redis, self._retries = redis, retries
-        self._streams = streams
-
-    async def wait(self, job_id: str) -> dict[str, Any]:
-        """Return the result of a job, waiting until it has ended. Raises as `Client.result`."""
-        stored = await self._read(job_id)
-        if stored is None:
-            async with aclosing(self._streams.follow(job_id)) as events:
-                async for _ in events:
-                    pass
-            stored = await self._read(job_id)
-        if stored is None:
-            raise UnknownJob(f"the result of job {job_id!r} has expired")
-        is_long = len(stored) > 65_536  # bytes: from here on parsing would hold up the event loop
-        return _completion(await asyncio.to_thread(json.loads, stored) if is_long else json.loads(stored))
-
-    async def _read(self, job_id: str) -> bytes | None:
-        key = keys.result(job_id)
-        stored: bytes | None = await self._retries.run_until_answered(lambda: self._redis.get(key))
-        return stored
-
-
-def _completion(stored: dict[str, Any]) -> dict[str, Any]:
-    match stored.get("type"):
-        case "failed":
-            raise JobFailed(parse_as(JobError, stored["error"]))
-        case "cancelled":
-            raise JobCancelled(stored["reason"])
-    return stored
-
-
 class Client:
     """The asyncio client. Any number of jobs and streams share a few connections.
 
@@ -90,7 +55,6 @@ class Client:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._retries, self._hub = Retries(self._redis, outage_s), Hub(self._redis)
         self._streams = Streams(self._redis, self._hub, self._retries)
-        self._results = _Results(self._redis, self._retries, self._streams)
         self._submission = Submission(self._redis, self._retries)
         self._registry = BatchRegistry(self._redis)
         self._cancellation = Cancellation(self._redis, self._retries)
@@ -229,7 +193,21 @@ class Client:
         """
         keys.check_job_id(job_id)
         async with asyncio.timeout(timeout):
-            return await self._results.wait(job_id)
+            stored = await self._stored_result(job_id)
+            if stored is None:
+                async with aclosing(self._streams.follow(job_id)) as events:
+                    async for _ in events:
+                        pass
+                stored = await self._stored_result(job_id)
+            if stored is None:
+                raise UnknownJob(f"the result of job {job_id!r} has expired")
+            is_long = len(stored) > 65_536  # bytes: from here on parsing would hold up the event loop
+            return _completion(await asyncio.to_thread(json.loads, stored) if is_long else json.loads(stored))
+
+    async def _stored_result(self, job_id: str) -> bytes | None:
+        key = keys.result(job_id)
+        stored: bytes | None = await self._retries.run_until_answered(lambda: self._redis.get(key))
+        return stored
 
     async def cancel(self, job_id: str) -> CancelOutcome:
         """Cancel a job and return the outcome.
@@ -498,3 +476,12 @@ class Client:
     async def ping(self) -> None:
         """Check that the server answers, with at most one retry. Raises `ServerUnreachable`."""
         await self._retries.run_for(self._redis.ping, 0.0)
+
+
+def _completion(stored: dict[str, Any]) -> dict[str, Any]:
+    match stored.get("type"):
+        case "failed":
+            raise JobFailed(parse_as(JobError, stored["error"]))
+        case "cancelled":
+            raise JobCancelled(stored["reason"])
+    return stored

@@ -28,7 +28,7 @@ from sluice.contract.events import (
     Started,
     Usage,
 )
-from sluice.contract.keys import MODEL_NAME
+from sluice.contract.keys import DEFAULT_MODEL, MODEL_NAME
 from sluice.contract.refusals import reason_of
 from sluice.errors import (
     JobCancelled,
@@ -54,7 +54,6 @@ _OF_JOBS = {
     )
 }  # fmt: skip
 WORKER_RETRY_S = 5.0  # until a worker may have changed it: one that restarts loads its model, jobs that end free memory
-_MODEL = "default"  # for a request without a model
 
 
 class JobRestarted(SluiceError):
@@ -82,7 +81,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
     The worker validates all other fields.
     """
     body = read_object(raw)
-    model = _MODEL if body.get("model") is None else body["model"]
+    model = DEFAULT_MODEL if body.get("model") is None else body["model"]
     if not isinstance(model, str) or not re.fullmatch(MODEL_NAME, model):
         raise BadRequest(f"model: it must be a name that matches {MODEL_NAME}.", "model")
     return {**body, "model": model}

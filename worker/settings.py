@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.batch.times import Crontab, Hours
-from sluice.contract.keys import MAX_REQUEST_BYTES, MODEL_NAME, RESULT_TTL_S, is_model_name
+from sluice.contract.keys import DEFAULT_MODEL, MAX_REQUEST_BYTES, MODEL_NAME, RESULT_TTL_S, is_model_name
 from sluice.contract.redis_url import Servers, redacted, url_error
 from sluice.log_lines import LogFormat
 from sluice.wording import value_problem
@@ -90,7 +90,7 @@ class Settings(BaseSettings):
         description="A model folder that mlx_lm.load opens, or a hub id such as mlx-community/Qwen3-4B-4bit.",
     )
     model_name: str = Field(
-        "default",
+        DEFAULT_MODEL,
         pattern=f"^{MODEL_NAME}$",
         description="The name that requests ask for. It is a part of the queues' names.",
     )

@@ -13,7 +13,7 @@ from scripts.simulation.fleet.policies import SWEEP_S, Aware, _marks
 from scripts.simulation.fleet.run import Figures, Run, Setup
 from scripts.simulation.fleet.worker import Cache, Job, Texts, work
 from scripts.simulation.fleet.workloads import WORKLOADS
-from sluice.contract.marks import marks_of
+from sluice.submission import marks_of
 
 SHORT = Setup("agents", seconds=200.0, warm_s=80.0)
 

@@ -94,7 +94,7 @@ class _Responses(Endpoint):
         return dict(self._new(body, "").chat)
 
     def answer(self, body: LineBody, job_id: str, result: bytes) -> bytes:
-        from sluice.interfaces.responses.record import from_completion
+        from sluice.interfaces.responses.stream import from_completion
 
         head = self._new(body, job_id).record.head
         completion = json.loads(result)
@@ -108,8 +108,7 @@ class _Responses(Endpoint):
 
     def _new(self, body: LineBody, job_id: str) -> "NewResponse":
         from sluice.interfaces import committed
-        from sluice.interfaces.responses.head import PREFIX
-        from sluice.interfaces.responses.record import new_response
+        from sluice.interfaces.responses.record import PREFIX, new_response
         from sluice.interfaces.responses.request import read_response_request
 
         read, ignored = committed.responses(dict(body))
@@ -130,14 +129,24 @@ class _Messages(Endpoint):
         return f"lines for {self.url} need pydantic; install mlx-sluice[cli]"
 
     def as_job(self, body: LineBody) -> dict[str, Any]:
-        from sluice.interfaces.messages.line import as_job
+        from sluice.interfaces.messages import committed
+        from sluice.interfaces.messages.request import read_message
 
-        return as_job(body)
+        read, _ = committed.messages(dict(body))
+        _, job = read_message(read)
+        return job
 
     def answer(self, body: LineBody, job_id: str, result: bytes) -> bytes:
-        from sluice.interfaces.messages.line import answer
+        from sluice.interfaces.completion import events_of
+        from sluice.interfaces.messages import committed
+        from sluice.interfaces.messages.request import read_message
+        from sluice.interfaces.messages.stream import MessageStream, whole_message
 
-        return _written(answer(body, {**json.loads(result), "id": _message_id(job_id)}))
+        read, ignored = committed.messages(dict(body))
+        message, _ = read_message(read)
+        stream = MessageStream(omit_thinking=message.omits_thinking, ignored=ignored)
+        completion = {**json.loads(result), "id": _message_id(job_id)}
+        return _written(whole_message(each for event in events_of(completion) for each in stream.events(event)))
 
     def error(self, error: SluiceError | ApiError, job_id: str) -> tuple[int, Mapping[str, Any]]:
         told = error if isinstance(error, ApiError) else from_client(error)

@@ -19,7 +19,6 @@ _FIELDS = ("custom_id", "method", "url", "body")
 _EXAMPLE = (
     f'A line looks like {{"custom_id": "a", "method": "POST", "url": "{CHAT.url}", "body": {{"messages": [...]}}}}.'
 )
-_DEFAULT_MODEL = "default"
 
 
 class BadLine(Exception):
@@ -192,7 +191,7 @@ _CHECKS: Mapping[str, Callable[[object], None]] = {
 def _served_name(named_model: object, models: Models) -> str:
     if not isinstance(named_model, str | None):
         raise BadLine("invalid_model", f"body.model must be a string, not {_quoted(named_model)}", "body.model")
-    name = models.get("*", _DEFAULT_MODEL) if named_model is None else mapped_name(named_model, models)
+    name = models.get("*", keys.DEFAULT_MODEL) if named_model is None else mapped_name(named_model, models)
     try:
         keys.check_model_name(name)
     except ValueError:

@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import AsyncExitStack
+import time
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import IO, Self
 
@@ -81,12 +82,13 @@ def _free_port() -> int:
 class EmbeddedServer:
     """A server that writes every change to its folder, and evicts no key if memory is short.
 
-    One server at a time uses a folder. Raises `CliError` if the folder or the port is in use.
+    One server at a time uses a folder. One that a killed process left there is stopped first. Raises `CliError` if the
+    folder or the port is in use.
     """
 
     def __init__(self, folder: Path, port: int | None) -> None:
         self.folder, self._binary = folder, find_binary()
-        self._lock = _lock(folder)
+        self._owner, self._lock = _lock(folder)
         self.port = pick_port(port)
         self.url = f"redis://{_HOST}:{self.port}/0"
         self.log_file = folder / "server.log"
@@ -103,7 +105,9 @@ class EmbeddedServer:
             start_new_session=True, pass_fds=[self._lock.fileno()],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        _write_owner(self._lock, self._process.pid)
+        self._lock.truncate(0)
+        self._lock.write(f"{self._process.pid} {os.getpid()}\n")
+        self._lock.flush()
         while not await self._answers():
             if self._process.returncode is not None:
                 raise CliError(f"the server did not start; see {self.log_file}.{self._last_log_line()}")
@@ -126,6 +130,7 @@ class EmbeddedServer:
                 self._process.kill()
                 await self._process.wait()
         self._lock.close()
+        self._owner.close()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -152,25 +157,42 @@ class EmbeddedServer:
         return f"\n  {lines[-1]}" if lines else ""
 
 
-def _lock(folder: Path) -> IO[str]:
-    """Create the folder with access for this user only, and lock it. Raises `CliError`."""
+def _lock(folder: Path) -> tuple[IO[str], IO[str]]:
+    """Create the folder with access for this user only, and return two locks of it: one of this process, and one that
+    its server inherits, which names both. Raises `CliError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+", encoding="utf-8")
+        owner, lock = ((folder / name).open("a+", encoding="utf-8") for name in ("owner", "lock"))
     except OSError as error:
         raise CliError(f"--data {folder}: {error.strerror}. Give a folder that you may write to.") from None
+    owns, free = _take(owner), _take(lock)
+    lock.seek(0)
+    named = lock.read().split()
+    if owns and not free and len(named) > 1:  # its owner was killed; older releases name no owner
+        free = _stop_left(int(named[0]), lock)
+    if owns and free:
+        return owner, lock
+    owner.close()
+    lock.close()
+    remedy = "Stop that one, or give another folder with --data."
+    by = named[-1] if named else "unknown"
+    raise CliError(f"--data {folder}: another `sluice up` uses this folder (process {by}). {remedy}")
+
+
+def _take(lock: IO[str]) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
-        remedy = "Stop that one, or give another folder with --data."
-        raise CliError(f"--data {folder}: another server uses this folder (process {owner}). {remedy}") from None
-    return file
+        return False
+    return True
 
 
-def _write_owner(lock: IO[str], pid: int) -> None:
-    lock.truncate(0)
-    lock.write(f"{pid}\n")
-    lock.flush()
+def _stop_left(pid: int, lock: IO[str]) -> bool:
+    """Stop the server that holds a lock; return True if it has let go of it within ten seconds."""
+    print(f"sluice: stopping a server (process {pid}) that a killed `sluice up` left", file=sys.stderr, flush=True)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + 10.0
+    while not (free := _take(lock)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return free

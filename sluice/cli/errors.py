@@ -90,7 +90,7 @@ async def connected(url: str) -> AsyncIterator[Client]:
 
 def start_worker(model: str) -> str:
     """Return how to start a worker that serves the model."""
-    name = "" if model == "default" else f" --name {model}"
+    name = "" if model == keys.DEFAULT_MODEL else f" --name {model}"
     return f"Start one: sluice worker --model FOLDER_OR_HUB_ID{name}"
 
 

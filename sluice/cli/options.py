@@ -3,10 +3,14 @@
 import math
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
 from pathlib import Path
+from time import sleep
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -192,7 +196,6 @@ LaneChoice = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object per line; all else on stderr.")]
 
 REDIS_URL = "redis://localhost:6379/0"
-MODEL = "default"
 
 
 Retry = Annotated[
@@ -215,3 +218,21 @@ def retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
         return {}
     kinds = [kind.strip() for kind in retry.split(",")]
     return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}
+
+
+UntilStdinCloses = Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)]
+
+
+def stop_when_stdin_closes() -> None:
+    """Stop this process, as SIGTERM does, when stdin closes: the process that started it has ended, or was killed. The
+    signal is repeated, so running jobs are requeued and not waited for."""
+    threading.Thread(target=_wait_and_stop, daemon=True).start()
+
+
+def _wait_and_stop() -> None:
+    with suppress(OSError):  # of a socket whose other end had more to read
+        while os.read(0, 1):
+            pass
+    while True:
+        os.kill(os.getpid(), signal.SIGTERM)
+        sleep(1.0)

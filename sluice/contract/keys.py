@@ -10,6 +10,7 @@ LANES: tuple[Lane, ...] = ("interactive", "batch")
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 JOB_ID = r"[A-Za-z0-9._-]{1,128}"
+DEFAULT_MODEL = "default"  # of a request that names none, and of a worker without a name
 
 TENANT_CHARACTERS = 128  # at most, as in `user` and `safety_identifier`
 CACHE_KEY_CHARACTERS = 256  # at most
@@ -85,6 +86,17 @@ def job(job_id: str) -> str:
 def body(job_id: str) -> str:
     """String: the body of a queued or running job, in arq's format."""
     return f"arq:job:{job_id}"
+
+
+def capture(model: str) -> str:
+    """String: set while a capture of the model's jobs runs."""
+    return f"sluice:capture:{model}"
+
+
+def captured(model: str, job_id: str | None = None) -> str:
+    """Sorted set: while a capture runs, the jobs that have just ended, by the time of their end in Unix milliseconds:
+    the one of their submission in 15 digits, the lane, a colon and the id. With an id, a string: the body."""
+    return f"sluice:captured:{model}" + ("" if job_id is None else f":{job_id}")
 
 
 def cancel(job_id: str) -> str:

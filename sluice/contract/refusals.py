@@ -43,6 +43,7 @@ _REASONS = {
     "CROSSSLOT": _CLUSTER,
     MAX_CLIENTS: "all its connections are taken; close idle clients, or raise its maxclients",
     "NOAUTH": "it requires a password, or refuses the one it was given; correct the URL",
+    "DENIED": "it is in protected mode and serves its own machine alone; give it a password, and put that in the URL",
     "NOPERM": "it denies a command to this user; docs/operations.md has the ACL SETUSER line of each role under Users",
 }
 # Replies for a time: to be sent again. The server of a failover is a replica for a moment.

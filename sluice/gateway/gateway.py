@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sluice.client import Client
+from sluice.contract.keys import DEFAULT_MODEL
 from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body, Interface, in_thread_if_long, receive_body
 from sluice.gateway.caller import LOCAL, Authentication, Caller, Limits
@@ -22,7 +23,6 @@ from sluice.gateway.settings import ServeSettings
 from sluice.gateway.sse import unless_disconnected
 from sluice.gateway.workers import QueueWatch, ServedModels
 from sluice.interfaces.errors import ApiError
-from sluice.interfaces.fields import DEFAULT_MODEL
 from sluice.presence import mapped_name
 
 logger = logging.getLogger("sluice.gateway")

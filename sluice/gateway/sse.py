@@ -101,8 +101,6 @@ def raised_by(task: asyncio.Task[Any]) -> BaseException | None:
     return task.exception() if task.done() else None
 
 
-__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "bad_last_event_id", "frame", "seq_of_header", "stream", "waiting"]
-
 DONE = b"data: [DONE]\n\n"
 # A comment without an empty line: after an event with an id, an empty line is an event without data to OpenAI's SDK.
 KEEP_ALIVE = b": keep-alive\n"

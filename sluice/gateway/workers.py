@@ -12,13 +12,12 @@ from redis.exceptions import RedisError, ResponseError
 
 from sluice.client import Client
 from sluice.contract import keys
-from sluice.contract.keys import MODEL_NAME
+from sluice.contract.keys import DEFAULT_MODEL, MODEL_NAME
 from sluice.contract.models import Model
 from sluice.errors import SluiceError, describe_served
 from sluice.gateway.caller import Caller
 from sluice.http_errors import ErrorForm
 from sluice.interfaces.errors import ApiError
-from sluice.interfaces.fields import DEFAULT_MODEL
 from sluice.openai import WORKER_RETRY_S
 from sluice.presence import mapped_name, serves
 from sluice.transport import Interruption

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from sluice.contract.keys import DEFAULT_MODEL
 from sluice.http_errors import ErrorForm
 from sluice.interfaces.errors import ApiError
 
@@ -75,9 +76,6 @@ def check_known(value: Mapping[str, Any], known: Collection[str], param: str = "
         if name not in known and each is not None:
             place = f"{param}.{name}" if param else name
             raise refusal(place, "it is not supported; leave it out.", ErrorForm.UNSUPPORTED_PARAMETER)
-
-
-DEFAULT_MODEL = "default"  # for a request without a model
 
 
 def requested_model(body: Mapping[str, Any]) -> str:

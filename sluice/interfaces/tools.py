@@ -48,11 +48,6 @@ class _InputGrammar:
     definition: str
     param: str
 
-    def pattern(self) -> str | None:
-        """Return the regular expression of the whole input; None if there is none for this grammar."""
-        inner = self.definition if self.syntax == "regex" else lark_pattern(self.definition)
-        return None if inner is None else f"^(?:{inner})$"
-
 
 @dataclass(frozen=True)
 class RequestTools:
@@ -288,12 +283,12 @@ def _check_size(size: int, limit: int, unit: str) -> None:
 
 
 def _pattern(grammar: _InputGrammar) -> str:
-    """Return the regular expression of a grammar. Raises `ApiError` if there is none for it."""
-    pattern = grammar.pattern()
+    """Return the regular expression of a whole input. Raises `ApiError` if there is none for this grammar."""
+    pattern = grammar.definition if grammar.syntax == "regex" else lark_pattern(grammar.definition)
     if pattern is None:
         problem = "a forced call cannot be held to this grammar, since no regular expression was found for it; "
         raise refusal(grammar.param, f"{problem}use one, or tool_choice 'auto'.", ErrorForm.UNSUPPORTED_VALUE)
-    return pattern
+    return f"^(?:{pattern})$"
 
 
 def _held(tool: dict[str, Any], pattern: str | None) -> dict[str, Any]:
@@ -410,24 +405,12 @@ def _as_function(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class CustomCalls:
-    """Restores the calls of custom tools in one choice of a chat completion, from those of their functions."""
+    """Restores the calls of custom tools in the chunks of one choice of a chat completion, from those of their
+    functions."""
 
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
         self._written = dict[int, tuple[list[str], InputText]]()  # of the calls of custom tools that are open
-
-    def in_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a whole message with its calls restored."""
-        if not self._tools.targets or not message.get("tool_calls"):
-            return message
-        return {**message, "tool_calls": [self._whole(call) for call in message["tool_calls"]]}
-
-    def _whole(self, call: dict[str, Any]) -> dict[str, Any]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if not self._tools.target(name).is_custom:
-            return call
-        text = whole_input(arguments, InputText().feed(arguments))
-        return {"id": call["id"], "type": "custom", "custom": {"name": name, "input": text}}
 
     def in_chunk(self, chunk: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a chunk of the choice with its calls restored. The one that ends the choice has what arguments of
@@ -463,6 +446,17 @@ class CustomCalls:
 
 
 def with_custom_calls(result: Mapping[str, Any], tools: RequestTools) -> dict[str, Any]:
-    """Return a result of one choice with its calls restored."""
+    """Return a result of one choice with its calls of custom tools restored."""
     (choice,) = result["choices"]
-    return {**result, "choices": [{**choice, "message": CustomCalls(tools).in_message(choice["message"])}]}
+    message = choice["message"]
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": [_restored(call, tools) for call in message["tool_calls"]]}
+    return {**result, "choices": [{**choice, "message": message}]}
+
+
+def _restored(call: dict[str, Any], tools: RequestTools) -> dict[str, Any]:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if not tools.target(name).is_custom:
+        return call
+    text = whole_input(arguments, InputText().feed(arguments))
+    return {"id": call["id"], "type": "custom", "custom": {"name": name, "input": text}}

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from worker.bounded_json import __main__ as child
-from worker.bounded_json.__main__ import parse_body, send_value
+from worker.bounded_json import strict as child
 from worker.bounded_json.reader import SMALL_BYTES, BodyReader
-from worker.bounded_json.strict import MAX_BODY_VALUES, TOO_DEEP
+from worker.bounded_json.strict import MAX_BODY_VALUES, TOO_DEEP, parse_body, send_value
 from worker.errors import JobFailure
 from worker.process.child import ChildCrashed, ChildFailed, Children
 from worker.process.frames import Frame, FrameKind, FrameLimits, LimitExceeded

@@ -117,6 +117,14 @@ esac
 """
 
 
+@pytest.mark.skipif(shutil.which("systemctl") is None, reason="needs systemctl")
+def test_who_is_not_logged_in_is_told_how_to_be(tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "DBUS_"))}
+    code, _, err = run_here("service", "install", "up", env={**kept, "HOME": str(tmp_path)}, folder=tmp_path)
+    assert (code, "log in by ssh" in err) == (2, True), err
+    assert not list(tmp_path.rglob("*.service"))
+
+
 def test_an_agent_is_installed_upgraded_and_removed_also_if_it_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

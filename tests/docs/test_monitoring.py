@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,15 @@ FOLDER = ROOT / "examples" / "monitoring"
 ALERTS: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
 PANELS = [panel for panel in json.loads((FOLDER / "dashboard.json").read_text())["panels"] if panel["type"] != "row"]
 QUERIES = {panel["title"]: [target["expr"] for target in panel["targets"]] for panel in PANELS}
+_THROUGH_GRAFANA = """
+import json, sys
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+register_default_plugins()
+print(JSONEncoder().encode(Dashboard.from_json(json.load(sys.stdin))))
+"""
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None, reason="needs Prometheus"
 )
@@ -55,6 +66,31 @@ def test_panels_do_not_overlap() -> None:
         for column in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
     ]
     assert len(taken) == len(set(taken))
+
+
+@pytest.mark.slow
+@pytest.mark.registry
+@pytest.mark.parametrize("release", ["1769699379!11.6.0", "1769699998!10.1.0"])  # the newest, and an old one
+def test_grafana_s_own_types_of_a_dashboard_lose_and_change_nothing_of_ours(release: str, tmp_path: Path) -> None:
+    package = f"grafana-foundation-sdk=={release}"  # its types are made from Grafana's schema
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), package]
+    subprocess.run(install, check=True, timeout=300)
+    ours = (FOLDER / "dashboard.json").read_text()
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    written = subprocess.run(
+        [sys.executable, "-c", _THROUGH_GRAFANA], input=ours, env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(written.stdout)
+    assert found == overlaid(found, json.loads(ours))
+
+
+def overlaid(base: Any, more: Any) -> Any:
+    """Return `base` with the values of `more` in their places."""
+    if isinstance(base, dict) and isinstance(more, dict):
+        return base | {name: overlaid(base.get(name), value) for name, value in more.items()}
+    if isinstance(base, list) and isinstance(more, list) and len(base) == len(more):
+        return [overlaid(old, new) for old, new in zip(base, more, strict=True)]
+    return more
 
 
 def late(metric: str, soon: str, late: str) -> dict[str, tuple[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tests.end_to_end.verifying_all import run_worker
-from worker.engine.cache.verification import Verification
+from worker.engine.cache.slots import Verification
 from worker.queue.job.publisher import JobLog
 
 _VERIFICATIONS = 4

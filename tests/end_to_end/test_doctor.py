@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_cli import Command
-from tests.support.stack import TINY_CHAT, free_port
+from tests.support.stack import TINY_CHAT, Server, free_port
 
 Findings = dict[str, list[tuple[str, str]]]
 
@@ -66,6 +66,24 @@ def test_each_problem_is_told_with_its_remedy_and_no_secret(
     assert code == 1
     assert [state for state, text in found[subject] if said in text] == ["problem"]
     assert "secret" not in json.dumps(found)
+
+
+def own_address() -> str:
+    """Return an address of this machine by which others reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
+
+
+def test_a_server_in_protected_mode_is_told_from_one_that_is_not_there(sluice: Command) -> None:
+    with Server(args=("--bind", "0.0.0.0", "--protected-mode", "yes")) as server:
+        sluice.env["SLUICE_REDIS_URL"] = f"redis://{own_address()}:{server.port}/0"
+        code, found = examine(sluice)
+    assert code == 1
+    assert [state for state, text in found["Redis"] if "it is in protected mode" in text] == ["problem"]
 
 
 def test_a_port_that_is_taken_is_a_warning(sluice: Command) -> None:

@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from sluice import SyncClient
 from tests.end_to_end.test_cli import run_here
+from tests.end_to_end.test_start import until
 from tests.support.stack import ROOT, TINY_CHAT, free_port
 
 ENV = {**{name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}, "PYTHONPATH": str(ROOT)}
@@ -51,7 +52,7 @@ class Up:
         return self.process.wait(START_S)
 
     def server_pid(self) -> int:
-        return int((self.data / "lock").read_text())
+        return int((self.data / "lock").read_text().split()[0])
 
     def gateway_pid(self) -> int:
         return self._child_pid("serve")
@@ -84,6 +85,18 @@ def answers(url: str) -> bool:
             return bool(client.ping())
         except redis.RedisError:
             return False
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def refused(folder: Path, *args: str, path: str = ENV["PATH"]) -> str:
@@ -128,8 +141,7 @@ def test_openai_clients_find_the_printed_address_and_the_gateway_ends_with_the_c
         assert up.end() == 0, up.said()
         assert "Traceback" not in up.said()
         assert "gateway has ended" not in up.said()
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0
+        assert not listens(port)
 
 
 @pytest.mark.slow  # tests/test_settings.py has the rows that are reserved of one
@@ -139,15 +151,35 @@ def test_one_row_is_enough(tmp_path: Path) -> None:
         assert ", 1 row\n" in up.said()
 
 
-def test_a_gateway_that_dies_is_reported_and_the_worker_continues(tmp_path: Path) -> None:
-    with running(tmp_path, "--http-port", str(free_port())) as up:
+def test_a_gateway_that_dies_is_started_again_at_its_address_and_the_worker_continues(tmp_path: Path) -> None:
+    with running(tmp_path, "--http-port", str(port := free_port())) as up:
         up.until_said("ready.")
         os.kill(up.gateway_pid(), signal.SIGKILL)
-        up.until_said("the gateway has ended (exit code -9)")
+        up.until_said("the gateway has ended (exit code -9); it is started again")
         with SyncClient(up.url) as client:
             job = client.submit([{"role": "user", "content": "Count to 3."}])
             assert client.result(job.id)["choices"][0]["message"]["content"] == "1 2 3"
+        until(lambda: listens(port))
         assert up.end() == 0, up.said()
+        assert not listens(port)
+
+
+def test_what_a_killed_command_leaves_ends_and_the_next_one_goes_on_with_its_jobs(tmp_path: Path) -> None:
+    with running(tmp_path, "--http-port", str(port := free_port())) as up:
+        up.until_said("ready.")
+        children, server = [up.worker_pid(), up.gateway_pid()], up.server_pid()
+        with SyncClient(up.url) as client:
+            job = client.submit(ENDLESS)
+            assert any(event.type == "delta" for event in client.stream(job.id))
+            up.process.kill()
+            until(lambda: not any(map(lives, children)))
+            assert lives(server)
+    with running(tmp_path, "--http-port", str(port)) as up:
+        up.until_said(f"stopping a server (process {server}) that a killed `sluice up` left")
+        up.until_said("server on port")
+        assert not lives(server)
+        with SyncClient(up.url) as client:
+            assert any(event.type == "resumed" for event in client.stream(job.id, after=0))
 
 
 def test_a_misspelt_setting_of_the_gateway_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -159,7 +191,7 @@ def test_a_folder_and_a_port_in_use_are_named_and_left_alone(tmp_path: Path) -> 
     with running(tmp_path) as up:
         up.until_said("server on port")
         said = refused(tmp_path, "--data", str(up.data))
-        assert (f"(process {up.server_pid()})" in said, "--data" in said) == (True, True), said
+        assert (f"(process {up.process.pid})" in said, "--data" in said) == (True, True), said
         said = refused(tmp_path, "--data", str(tmp_path / "other"), "--port", str(up.port))
         assert said.startswith(f"sluice: --port {up.port}: ")
         assert answers(up.url)

@@ -145,7 +145,7 @@ def test_signals_that_tell_the_worker_to_stop_do_not_end_a_process(child: Child)
 
 
 def test_a_process_ends_when_its_pipe_does() -> None:
-    command = [sys.executable, "-m", "worker.bounded_json"]
+    command = [sys.executable, "-m", "worker.bounded_json.strict"]
     for said in (b"", b"\x01\x00\x00\x00\x09\x00\x00"):
         ran = subprocess.run(command, cwd=ROOT, input=said, capture_output=True, timeout=20)
         assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from sluice import Client
 from sluice.contract import keys
 from sluice.contract.keys import Lane
-from sluice.contract.marks import marks_of
+from sluice.submission import marks_of
 from tests.queue.helpers import QUEUE, envelope, field, lapse, put, settings, until
 from worker.queue.job.claims import Claim, Claims, WorkerRows
 from worker.queue.redis_server import redis_from_settings

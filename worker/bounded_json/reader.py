@@ -32,7 +32,7 @@ class BodyReader:
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, _Lane] = {}
-        self._children = Children("worker.bounded_json", len(LANES))
+        self._children = Children("worker.bounded_json.strict", len(LANES))
 
     async def parse(self, body: bytes, lane: Lane, tenant: str = "") -> Any:
         """Return the JSON value of a body. Raises `JobFailure`."""

@@ -1,13 +1,16 @@
-"""Checks the bytes of a body: how expensive it is to parse, and what JSON forbids or UTF-8 cannot contain."""
+"""Checks the bytes of a body: how expensive it is to parse, and what JSON forbids or UTF-8 cannot contain. Run as a
+child process, it parses expensive bodies: see `reader`."""
 
 import json
+import marshal
 import re
 import sys
 from collections.abc import Iterator
 from math import isfinite
 from typing import Any, NoReturn
 
-from worker.process.frames import FrameLimits
+from worker.errors import JobFailure
+from worker.process.frames import FrameLimits, Send, handle_frames
 
 _NOT_JSON = (
     "The job's body is not JSON: give arq's create_pool a JSON job_serializer, for example "
@@ -150,3 +153,48 @@ def _longer(path: str, name: str) -> str:
     if not _PLAIN_NAME.fullmatch(name):
         return path
     return f"{path}.{name}" if path else name
+
+
+def send_value(task: None, body: bytes, send: Send) -> None:
+    """Send the value of a body, marshalled. Raises `JobFailure`."""
+    value = parse_body(body)
+    try:
+        marshalled = marshal.dumps(value)
+    except ValueError:  # its limit is 2,000 levels; it accepts all other values of JSON
+        raise JobFailure("invalid_request", TOO_DEEP) from None
+    send(None, marshalled)
+
+
+def parse_body(body: bytes) -> Any:
+    """Return the JSON value of a body. Raises `JobFailure`."""
+    values = count_values(body)
+    if values > MAX_BODY_VALUES:
+        raise JobFailure(
+            "too_large",
+            f"The request holds {values:,} JSON values; this worker accepts {MAX_BODY_VALUES:,}. "
+            "Shorten its lists and objects, or send them as text.",
+        )
+    try:
+        value = loads(body)
+    except NotJson as error:
+        raise JobFailure("invalid_request", str(error)) from None
+    # Checked here, since it would take the worker a second for two million strings.
+    try:
+        place = first_lone_surrogate(_request(value))
+    except RecursionError:  # its limit is lower than that of `json`, from Python 3.13 on much lower
+        raise JobFailure("invalid_request", TOO_DEEP) from None
+    if place is not None:
+        half = f"{place or 'The request'} holds half of a surrogate pair, which is no character."
+        raise JobFailure("invalid_request", half)
+    return value
+
+
+def _request(envelope: Any) -> Any:
+    match envelope:
+        case {"a": [request]}:
+            return request
+    return envelope
+
+
+if __name__ == "__main__":
+    handle_frames(send_value)

@@ -1,8 +1,6 @@
 """`sluice worker`: runs `python -m worker`, with a few settings as options, or the supervisor of several models."""
 
 import os
-import signal
-import threading
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sluice.cli.errors import CliError, worker_missing
-from sluice.cli.options import Checkpoints, ServedName, integer, named_checkpoints, split_name
+from sluice.cli.options import (
+    Checkpoints,
+    ServedName,
+    UntilStdinCloses,
+    integer,
+    named_checkpoints,
+    split_name,
+    stop_when_stdin_closes,
+)
 
 if TYPE_CHECKING:
     from worker.engine.model.load import OnLoaded
@@ -31,7 +37,7 @@ def worker(
         Path | None,
         typer.Option(metavar="FILE", help="A TOML file of several models, each with settings of its own."),
     ] = None,
-    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
+    until_stdin_closes: UntilStdinCloses = False,
 ) -> None:
     """Serve models of chats or embeddings until Ctrl-C.
 
@@ -46,6 +52,8 @@ def worker(
       sluice worker --model small=mlx-community/Qwen3-4B-4bit --model mlx-community/Qwen3-32B-4bit
       sluice worker --config workers.toml
     """
+    if until_stdin_closes:
+        stop_when_stdin_closes()
     models = model or []
     if context.args:
         raise CliError(_argument_error(context.args, models))
@@ -59,8 +67,6 @@ def worker(
         named = [{"name": name, "path": path} for name, path in named_checkpoints(models, name)]
         _supervise({**settings, "model": named}, "")
     else:
-        if until_stdin_closes:
-            threading.Thread(target=_stop_when_stdin_closes, daemon=True).start()
         _serve({**settings, **_one_model(models, name)}, _tell_loaded() if until_stdin_closes else None)
 
 
@@ -89,16 +95,8 @@ def _read(config: Path) -> dict[str, Any]:
         raise CliError(f"--config {config}: it is not TOML: {error}.") from None
 
 
-def _stop_when_stdin_closes() -> None:
-    """Stop this process as SIGTERM does when the one that started it has ended. Blocks."""
-    with suppress(OSError):  # that it has read nothing of what this one told it
-        while os.read(0, 1):
-            pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _tell_loaded() -> "OnLoaded":
-    """Return a function that tells the supervisor, whose socket stdin is, how many bytes of the weights are loaded."""
+    """Return a function that tells a supervisor, whose socket stdin is, how many bytes of the weights are loaded."""
     all_parts = 0
 
     def tell(nbytes: int) -> None:

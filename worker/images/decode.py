@@ -2,7 +2,9 @@
 
 import binascii
 import struct
+import warnings
 from io import BytesIO
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from PIL import Image as Pillow
@@ -13,7 +15,8 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from worker.errors import JobFailure
-from worker.images.image import MEDIA_TYPES, SUPPORTED, Image, declared_kind, image_format
+from worker.images.image import MEDIA_TYPES, SUPPORTED, Image, declared_kind, image_format, too_long
+from worker.process.frames import Send, handle_frames
 
 # Errors that Pillow raises for damaged files, found by damaging files. AssertionError: for a missing palette.
 _DAMAGED = (OSError, SyntaxError, ValueError, LookupError, TypeError, EOFError, struct.error, AssertionError)
@@ -150,3 +153,21 @@ def _from_base64(text: bytes) -> bytes:
         return binascii.a2b_base64(text + b"=" * (-len(text) % 4), strict_mode=True)
     except binascii.Error:
         raise JobFailure("invalid_request", "the data: URL is not valid base64 after its comma.") from None
+
+
+def send_pixels(task: dict[str, Any], source: bytes, send: Send) -> None:
+    """Decode an image, and send its pixels. `task`: the arguments of `Decoders.decode`. Raises `JobFailure`."""
+    image = _image(source, **task)
+    send({"width": image.width, "height": image.height, "digest": image.digest.hex()}, image.pixels)
+
+
+def _image(source: bytes, *, is_url: bool, max_bytes: int, max_pixels: int, low: bool) -> Image:
+    declared, data = read_data_url(source) if is_url else (None, source)
+    if len(data) > max_bytes:
+        raise too_long(max_bytes)
+    return decode(data, max_pixels=max_pixels, declared=declared, low=low)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # Pillow's, about irregular files
+    handle_frames(send_pixels)

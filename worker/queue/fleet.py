@@ -114,7 +114,7 @@ class FleetRecord:
 
     Its id is drawn at the start, and anew when its prefix cache has lost all: so what was known of it before is void.
     The new one comes with the next publication, which deletes the record of the old one.
-    Marks are names of beginnings of prompts: see `sluice.contract.marks`."""
+    Marks are names of beginnings of prompts: see `marks_of` in `sluice/submission.py`."""
 
     def __init__(
         self,

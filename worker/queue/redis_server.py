@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -288,6 +289,8 @@ class RedisServer:
         except ResponseError as error:
             if is_temporary(error) or is_full(error):
                 raise
+            if why := reason_of(error):
+                raise self._error(f"{why}.") from None
             raise self._error(
                 f"it refuses the connection: {error}. The number behind the last / must be that of a database that it "
                 "has, and the options behind the ? must be right for it."
@@ -327,9 +330,25 @@ async def examine(settings: Settings) -> tuple[list[str], list[float], float]:
                 await clock.sync(redis)
                 times.append(time.perf_counter() - began)
     except (RedisError, OSError) as error:
-        reason = (reason_of(error) if isinstance(error, RedisError) else None) or str(error).rstrip(".") or "no answer"
+        if reason := reason_of(await _first_reply(settings) or error):
+            raise CannotStart(f"{settings.server}: {reason}.") from None
+        reason = str(error).rstrip(".") or "no answer"
         raise CannotStart(f"{settings.server}: {reason}. Start a server, or set the URL of yours.") from None
     return found, times, clock.now() - time.time()
+
+
+async def _first_reply(settings: Settings) -> ResponseError | None:
+    """Return the error that a server sends before it closes a connection, as in protected mode. redis-py, which writes
+    at once, finds the connection closed and does not read it."""
+    async with redis_from_settings(settings) as redis:
+        at = redis.connection_pool.connection_kwargs
+    with suppress(OSError, TimeoutError, KeyError):
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection(at["host"], at["port"])
+            with closing(writer):
+                reply = await reader.readline()
+                return ResponseError(reply[1:].decode(errors="replace")) if reply[:1] == b"-" else None
+    return None
 
 
 async def until_redis_answers(

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from scripts.benchmarks.engine import prompt
 from worker.engine.cache import slots
-from worker.engine.cache.verification import verification
+from worker.engine.cache.slots import verification
 from worker.engine.model.load import Model
 from worker.engine.upstream.mlx_lm import generation_stream, make_prompt_cache
 

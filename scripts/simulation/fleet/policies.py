@@ -250,7 +250,7 @@ class Aware(_Base):
 
 
 def _marks(texts: Texts, path: Path) -> list[tuple[_Mark, int]]:
-    """Return the marks of a prompt, as `marks_of` in `sluice/contract/marks.py` chooses them."""
+    """Return the marks of a prompt, as `marks_of` in `sluice/submission.py` chooses them."""
     ends = [texts.byte_ends[piece] for piece in path]
     wanted = set[int]()
     for size in (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18):

@@ -18,7 +18,6 @@ from sluice.capture.redaction import redacted
 from sluice.capture.replay import Outcome, replay, to_submit
 from sluice.cli.errors import CliError, connected, refuse_bad_id, sentence
 from sluice.cli.options import (
-    MODEL,
     REDIS_URL,
     ApiKey,
     AsJson,
@@ -33,7 +32,7 @@ from sluice.cli.options import (
 from sluice.cli.terminal.follow import mention_missing_worker, on_interrupt
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import note, notes, printable
-from sluice.contract.keys import is_model_name
+from sluice.contract.keys import DEFAULT_MODEL, is_model_name
 from sluice.wording import counted
 
 
@@ -71,8 +70,8 @@ def capture(
     keys of the worker are not in it. Only its owner can read it. It prints the file's name.
 
     Jobs that are submitted from now on are recorded, each when it ends. Ctrl-C ends the recording; the file keeps what
-    there is, also of jobs that run. A worker deletes the request of a job that ends: with --id an ended job is recorded
-    without it, and one that takes milliseconds, such as a refused one, may be missed.
+    there is, also of jobs that run. The request of a job is deleted when it ends: with --id an ended job is recorded
+    without it.
 
     Exit codes: 0 something was recorded, 2 nothing was.
 
@@ -92,7 +91,7 @@ def capture(
     try:
         with CaptureWriter(path, redacted=redact) as writer:
             _warn(path, redact=redact)
-            wanted = Wanted(model or MODEL, tenant, failed)
+            wanted = Wanted(model or DEFAULT_MODEL, tenant, failed)
             asyncio.run(_capture(redis_url, writer, wanted, ids or [], count, redact=redact))
     except FileExistsError:
         raise CliError(f"{path} exists already: give another name with -o.") from None
@@ -115,6 +114,7 @@ async def _capture(
         wanted = Wanted((await client.aliases()).get(wanted.model, wanted.model), wanted.tenant, wanted.failed_only)
         recorder = Recorder(client)
         if not ids:
+            await client.of_model(wanted.model).ping()  # of several servers another one may have answered
             await mention_missing_worker(client, wanted.model, waits="its jobs wait")
         jobs = recorder.record_known(ids) if ids else recorder.record_next(wanted, count)
         total = len(set(ids)) if ids else count
@@ -136,8 +136,7 @@ async def _capture(
                 for job in await recorder.record_unfinished():
                     write(job)
         if recorder.skipped:
-            ended = counted(recorder.skipped, "job")
-            note(f"{ended} ended before they could be read, or came while too many were held.", style="yellow")
+            note(f"{counted(recorder.skipped, 'job')} came while too many were held.", style="yellow")
 
 
 async def _until(

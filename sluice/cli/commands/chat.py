@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from sluice.cli.errors import CliError, connected
-from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl, integer, number
+from sluice.cli.options import REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl, integer, number
 from sluice.cli.terminal.follow import ask, check_images, exit_code, mention_missing_worker
 from sluice.cli.terminal.inputs import read_image, read_message
 from sluice.cli.terminal.view import View, event_printer, note
-from sluice.contract.keys import Lane
+from sluice.contract.keys import DEFAULT_MODEL, Lane
 
 
 @dataclass
@@ -237,7 +237,7 @@ def chat(
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
     conversation = _Conversation(system, {name: value for name, value in options.items() if value is not None})
     conversation.images += map(read_image, image or [])
-    served = model or MODEL
+    served = model or DEFAULT_MODEL
     if image:
         asyncio.run(check_images(redis_url, served))
     if message is None:

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from sluice.cli.errors import CliError, connected, refuse_bad_id
-from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl, integer, number
+from sluice.cli.options import REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl, integer, number
 from sluice.cli.terminal.follow import CANCEL_WAIT_S, EXIT_CODES, exit_code, follow, mention_waiting, submit_job
 from sluice.cli.terminal.inputs import read_message, read_request_file
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import ShowEvent, event_printer, note, notes
 from sluice.client import Client
 from sluice.contract.events import Event
+from sluice.contract.keys import DEFAULT_MODEL
 from sluice.errors import CancelNotStored, JobCancelled, JobFailed, UnknownJob
 from sluice.submission import Submitted
 
@@ -60,7 +61,7 @@ def submit(
       sluice submit --file request.json --id report-7 --wait
     """
     request = _request(message, file)
-    served = model or _model_of(request) or MODEL
+    served = model or _model_of(request) or DEFAULT_MODEL
     queue = partial(submit_job, request=request, model=served, lane=lane, job_id=id, wait_worker_s=wait_worker)
     raise typer.Exit(asyncio.run(_submit(redis_url, queue, wait=wait, as_json=as_json)))
 

@@ -165,7 +165,14 @@ class _Systemd:
         return ["journalctl", *of, "--unit", self.file(name).name, "--lines", str(lines), *(["--follow"] * follow)]
 
     def _run(self, *arguments: str) -> None:
-        _run([*self._command, *arguments])
+        try:
+            _run([*self._command, *arguments])
+        except CliError as error:
+            if self.at_boot or "XDG_RUNTIME_DIR" in os.environ:
+                raise
+            raise CliError(
+                f"{error}. This is no login of the user, as after su: log in by ssh, or give --boot."
+            ) from None
 
     @property
     def _command(self) -> list[str]:

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -18,7 +17,14 @@ import typer
 
 from sluice.cli.embedded_server import EmbeddedServer, default_folder, pick_port
 from sluice.cli.errors import INSTALL, CliError, needs_gateway
-from sluice.cli.options import REDIS_URL, Checkpoints, ServedName, named_checkpoints
+from sluice.cli.options import (
+    REDIS_URL,
+    Checkpoints,
+    ServedName,
+    UntilStdinCloses,
+    named_checkpoints,
+    stop_when_stdin_closes,
+)
 from sluice.client import Client
 from sluice.errors import SluiceError
 from sluice.service_status import serving
@@ -47,17 +53,17 @@ class GatewayProcess:
             self.base_url = f"http://{host}:{self._port}/v1"
             self.needs_key = settings.keys is not None
 
-    async def start(self) -> None:
-        """Start the process, which prints its address; return when it answers or has ended."""
+    async def start(self, stdin: int) -> None:
+        """Start the process, which prints its address and stops when `stdin` closes; return when it answers or has
+        ended."""
         if self.base_url is None:
             return
-        command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(self._port)]
+        self.serves = False
+        command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(self._port), "--until-stdin-closes"]
         # Command lines are public. An empty map overrides that of `.env`: here is one server.
         env = {**os.environ, "SLUICE_REDIS_URL": self._redis_url, "SLUICE_REDIS_URLS": ""}
         # Without its own session Ctrl-C would reach it twice, from the terminal and from `stop`.
-        self._process = await asyncio.create_subprocess_exec(
-            *command, start_new_session=True, stdin=subprocess.DEVNULL, env=env
-        )
+        self._process = await asyncio.create_subprocess_exec(*command, start_new_session=True, stdin=stdin, env=env)
         while self._process.returncode is None and not self.serves:
             await asyncio.sleep(0.1)
             self.serves = await _answers(self._host, self._port)
@@ -184,12 +190,17 @@ def up(
 
 
 class _Up:
-    """Starts the server, then the worker and the gateway, and stops them in reverse order. Signals are forwarded."""
+    """Starts the server, then the worker and the gateway, and stops them in reverse order. Signals are forwarded.
+
+    Worker and gateway read a pipe that closes with this process, also if it is killed.
+    """
 
     def __init__(self, server: EmbeddedServer, gateway: GatewayProcess, options: list[str]) -> None:
         self._server, self._started_at = server, time.time()
         self._gateway = gateway
-        self._command = [sys.executable, "-m", "sluice.cli", "worker", *options, "--redis-url", server.url]
+        worker = "worker", "--until-stdin-closes", *options, "--redis-url", server.url
+        self._command = [sys.executable, "-m", "sluice.cli", *worker]
+        self._lives, _ = os.pipe()  # its other end stays open as long as this process lives
         self._worker: asyncio.subprocess.Process | None = None
         self._stopped = False
         self._ready = False
@@ -205,11 +216,10 @@ class _Up:
                 return 0
             # Without its own session Ctrl-C would reach it twice, from the terminal and from here.
             self._worker = await asyncio.create_subprocess_exec(
-                *self._command, start_new_session=True, stdin=subprocess.DEVNULL
+                *self._command, start_new_session=True, stdin=self._lives
             )
             try:
-                async with serving():
-                    return await self._watch(self._worker)
+                return await self._watch(self._worker)
             finally:
                 await self._gateway.stop()
 
@@ -222,10 +232,11 @@ class _Up:
 
     async def _watch(self, worker: asyncio.subprocess.Process) -> int:
         """Wait until the worker has ended, or stop it if the server ends first. Return the exit status."""
-        announcing = asyncio.create_task(self._announce())
+        announcing = asyncio.create_task(self._serve_http())
         working, serving = asyncio.create_task(worker.wait()), asyncio.create_task(self._server.wait())
         await asyncio.wait([working, serving], return_when=asyncio.FIRST_COMPLETED)
         announcing.cancel()
+        await asyncio.wait([announcing])
         if not working.done():
             _print(f"the server has ended (exit code {serving.result()}); see {self._server.log_file}")
             await _stop_worker(worker, working)
@@ -237,16 +248,24 @@ class _Up:
             return 0  # stopped while it loaded its model, so it held no job
         return working.result()
 
-    async def _announce(self) -> None:
-        """Wait until the worker and the gateway are ready, then print how to reach them; and print it if the gateway
-        ends before the command does."""
+    async def _serve_http(self) -> None:
+        """Wait until the worker and the gateway are ready and print how to reach them. Then start the gateway again
+        whenever it ends, unless its settings are wrong."""
         worker = await self._serving_worker()
         self._ready = True
-        await self._gateway.start()
+        await self._gateway.start(self._lives)
         _print_instructions(self._server.url, worker, self._gateway)
-        code = await self._gateway.wait()
-        if not self._stopped:
-            _print(f"the gateway has ended (exit code {code}); the worker continues. Start another with `sluice serve`")
+        async with serving():
+            code = await self._gateway.wait()
+            while code != 2 and not self._stopped:
+                _print(f"the gateway has ended (exit code {code}); it is started again")
+                await asyncio.sleep(2.0)  # as a service is
+                if not self._stopped:
+                    await self._gateway.start(self._lives)
+                code = await self._gateway.wait()
+            if not self._stopped:
+                _print("the gateway cannot start; the worker continues. Start another with `sluice serve`")
+            await asyncio.Event().wait()  # until cancelled
 
     async def _serving_worker(self) -> Mapping[str, str]:
         """Return what a worker publishes, as soon as it serves."""
@@ -318,6 +337,7 @@ def serve(
     redis_url: Annotated[
         str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: URL of the Redis server.")
     ] = None,
+    until_stdin_closes: UntilStdinCloses = False,
 ) -> None:
     """Serve the queue over HTTP, to OpenAI's and Anthropic's clients.
 
@@ -329,6 +349,8 @@ def serve(
     Example:
       sluice serve --port 8000 --redis-url redis://localhost:6379/0
     """
+    if until_stdin_closes:
+        stop_when_stdin_closes()
     given = {"host": host, "port": port}
     with needs_gateway():
         from sluice.gateway.app import run_gateway

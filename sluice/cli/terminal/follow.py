@@ -10,7 +10,7 @@ from sluice.cli.errors import CliError, connected, start_worker
 from sluice.cli.terminal.view import ShowEvent, note
 from sluice.client import Client
 from sluice.contract.events import Event, parse_event
-from sluice.contract.keys import Lane
+from sluice.contract.keys import DEFAULT_MODEL, Lane
 from sluice.errors import CancelNotStored, NoWorker, describe_served
 from sluice.submission import Submitted
 
@@ -86,7 +86,7 @@ async def mention_waiting(client: Client, job_id: str) -> None:
     model = await client.waits_for(job_id)
     if model is None or model in await client.served_models():
         return
-    name = "" if model == "default" else f" --name {model}"
+    name = "" if model == DEFAULT_MODEL else f" --name {model}"
     note(
         f"{job_id} waits for a worker that serves {model!r}, and none is alive. Start one: sluice worker --model "
         f"FOLDER_OR_HUB_ID{name}; or cancel the job: sluice cancel {job_id}",

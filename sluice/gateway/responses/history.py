@@ -22,9 +22,16 @@ from sluice.gateway.gateway import Gateway
 from sluice.http_errors import ErrorForm
 from sluice.interfaces.errors import ApiError
 from sluice.interfaces.fields import option, refusal
-from sluice.interfaces.responses.head import PREFIX, Response, ResponseHead, skeleton
-from sluice.interfaces.responses.record import MAX_BYTES, Record, from_completion, parse_record
-from sluice.interfaces.responses.stream import ResponseState
+from sluice.interfaces.responses.record import (
+    MAX_BYTES,
+    PREFIX,
+    Record,
+    Response,
+    ResponseHead,
+    parse_record,
+    skeleton,
+)
+from sluice.interfaces.responses.stream import ResponseState, from_completion
 from sluice.submission import ExtraKey
 
 logger = logging.getLogger("sluice.gateway")

@@ -30,8 +30,16 @@ from sluice.http_errors import ErrorForm
 from sluice.interfaces import committed
 from sluice.interfaces.errors import ApiError, from_client, openai_body
 from sluice.interfaces.fields import refusal
-from sluice.interfaces.responses.head import PREFIX, Response, ResponseHead, skeleton
-from sluice.interfaces.responses.record import NewResponse, Record, new_response, parse_record
+from sluice.interfaces.responses.record import (
+    PREFIX,
+    NewResponse,
+    Record,
+    Response,
+    ResponseHead,
+    new_response,
+    parse_record,
+    skeleton,
+)
 from sluice.interfaces.responses.request import ResponseRequest, own_name, read_response_request
 from sluice.interfaces.responses.stream import ResponseState
 from sluice.openai import exceeds_context

@@ -6,15 +6,16 @@ resumption of a job make no event, and heartbeats are comments outside of the nu
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from sluice.contract import events
 from sluice.contract.events import Cancelled, Delta, Failed, Finished, JobError, Restarted, Started, Usage
 from sluice.errors import JobFailed
 from sluice.http_errors import SERVER, ErrorForm
+from sluice.interfaces.completion import events_of
 from sluice.interfaces.responses.conversation import enclosed
-from sluice.interfaces.responses.head import Response, ResponseHead, skeleton
+from sluice.interfaces.responses.record import Response, ResponseHead, skeleton
 from sluice.interfaces.tools import CalledTool, InputText, whole_input
 from sluice.openai import error_reply
 
@@ -384,6 +385,18 @@ class ResponseState:
         self._status = status
         self._ending = {**ending, "usage": as_usage(usage)}
         yield {"type": kind, "response": self.response}
+
+
+def from_completion(head: ResponseHead, completion: Mapping[str, Any]) -> ResponseState:
+    """Return the response of a job's stored result, for a job whose log has expired.
+
+    It is that of the log, but for output that the model interleaved: the result has all text in one piece. The tokens
+    of its reasoning are not counted.
+    """
+    state = ResponseState(head)
+    for event in events_of(completion):
+        state.add(event)
+    return state
 
 
 def as_usage(usage: Usage) -> dict[str, Any]:

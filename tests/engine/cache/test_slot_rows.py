@@ -8,10 +8,8 @@ import pytest
 
 from tests.engine.tiny import network, prompt
 from worker.engine.cache.kv import SlotKVCache
-from worker.engine.cache.layers import layers
-from worker.engine.cache.slot_rows import SlotRows
-from worker.engine.cache.slots import RowCache, batch_of, join_all, select_rows
-from worker.engine.cache.verification import verification
+from worker.engine.cache.layers import SlotRows, layers
+from worker.engine.cache.slots import RowCache, batch_of, join_all, select_rows, verification
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 
 

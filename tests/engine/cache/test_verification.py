@@ -15,7 +15,7 @@ from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrent import Recurrence, Replay, SlotArraysCache, Stepping
 from worker.engine.cache.rotating import SlotRotatingKVCache
-from worker.engine.cache.verification import verification
+from worker.engine.cache.slots import verification
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
 from worker.outcomes import MAX_DRAFT
 

@@ -10,9 +10,9 @@ from tests.engine.speculation.mtp.test_drafts import head_of
 from tests.engine.tiny import prompt
 from worker.engine.batch.row import Row
 from worker.engine.memory import MemoryModel
+from worker.engine.prefill.queue import SharedForwards
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
-from worker.engine.prefill.together import SharedForwards
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.speculation.mtp import PromptEntries, PromptHead
 from worker.request import GenerationRequest

@@ -16,7 +16,7 @@ from worker.engine.cache import recurrent
 from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.recurrent import SlotArraysCache
 from worker.engine.cache.rotating import SlotRotatingKVCache
-from worker.engine.cache.verification import Verification
+from worker.engine.cache.slots import Verification
 from worker.engine.sampling.sampler import draw_key
 from worker.engine.speculation import verify
 from worker.engine.speculation.verify import Accepted, Position

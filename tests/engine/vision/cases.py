@@ -17,7 +17,7 @@ from PIL import Image
 from models.tiny_vision import EOS, FILES, write_checkpoint
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
-from worker.engine.vision.processors import ImageProcessor
+from worker.engine.vision.families import ImageProcessor
 from worker.request import GenerationRequest, ProcessedImage
 
 
@@ -151,7 +151,7 @@ def as_one_prompt(images: Sequences[ProcessedImage]) -> tuple[Any, dict[str, Any
 
 
 def _filmed(patches: Any) -> Any:
-    """Return patches of two equal frames: see `processors.qwen`."""
+    """Return patches of two equal frames: see `qwen_processor`."""
     return patches.reshape(len(patches), 3, 1, -1).repeat(2, axis=2).reshape(len(patches), -1)
 
 

@@ -18,8 +18,7 @@ from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.vision.feature_cache import EncoderRun
 from worker.engine.vision.load import Vision, open_vision, with_encoder_cost
-from worker.engine.vision.processors import ProcessedImage
-from worker.request import GenerationRequest, PromptImage
+from worker.request import GenerationRequest, ProcessedImage, PromptImage
 
 FAMILIES = [*CONFIGS]
 TINY = 200_000  # bytes: with small images, arrays of a fixed size count

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from sluice.contract.events import EVENTS, Event, JobError, Timings, Usage
-from sluice.interfaces.responses.head import ResponseHead, new_head
+from sluice.interfaces.responses.record import ResponseHead, new_head
 from sluice.interfaces.responses.request import read_response_request
 from sluice.interfaces.responses.stream import ResponseState
 

@@ -23,8 +23,7 @@ from sluice.gateway.responses.history import (
 )
 from sluice.interfaces.errors import ApiError
 from sluice.interfaces.responses.conversation import read_conversation
-from sluice.interfaces.responses.head import skeleton
-from sluice.interfaces.responses.record import NewResponse, Record, new_response, parse_record
+from sluice.interfaces.responses.record import NewResponse, Record, new_response, parse_record, skeleton
 from sluice.interfaces.responses.request import read_response_request
 from sluice.interfaces.responses.stream import ResponseState
 from sluice.interfaces.tools import read_tools

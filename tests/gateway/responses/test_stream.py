@@ -10,9 +10,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from sluice.contract.events import Event
-from sluice.interfaces.responses.head import ResponseHead
-from sluice.interfaces.responses.record import from_completion
-from sluice.interfaces.responses.stream import ResponseState
+from sluice.interfaces.responses.record import ResponseHead
+from sluice.interfaces.responses.stream import ResponseState, from_completion
 from tests.gateway.openai_required import lacking
 from tests.gateway.responses.events import (
     CANCELLED,

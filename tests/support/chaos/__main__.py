@@ -70,7 +70,10 @@ SCENARIOS: dict[str, Scenario] = {
     "overload": lambda s: churn.overload(jobs=500),
     "greedy": lambda s: greedy.with_greedy_requests(s.url, streams=32, alone_s=8),
     "fuzz": lambda s: fuzz.fuzzed(s.url, bodies=2_000, streams=8, alone_s=10),
-    "beside": lambda s: beside.uploads(s.url, megabytes=200, count=3, streams=8, alone_s=10),
+    "beside": lambda s: _each(
+        beside.uploads(s.url, megabytes=200, count=3, streams=8, alone_s=10),
+        beside.offline_run(s.url, lines=5_000, tokens=16, streams=8, alone_s=10),
+    ),
     "hostile": lambda s: load.hostile(s.url, _bomb(), megabytes=50),
 }
 

@@ -1,4 +1,5 @@
-"""Measures streams over HTTP beside uploads of large files: the gaps between tokens, and the gateway's memory."""
+"""Measures streams over HTTP beside uploads of large files, and beside an offline run: the gaps between tokens, and
+the gateway's memory."""
 
 import asyncio
 import itertools
@@ -6,15 +7,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 
+from tests.support.chaos.batch_run import BatchRun
 from tests.support.chaos.gateway_clients import Chat
-from tests.support.chaos.harness import Figure, paced_worker, percentile, running
-from tests.support.stack import GatewayProcess
+from tests.support.chaos.harness import Figure, chat_request, paced_worker, percentile, running
+from tests.support.stack import Feeder, GatewayProcess
 
 # In a process of its own: its work is not the gateway's.
 _UPLOAD = """
@@ -29,8 +31,32 @@ async def uploads(url: str, *, megabytes: int, count: int, streams: int, alone_s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "in.jsonl")
         file.write_bytes(b"x" * 1_000_000 * megabytes)
+
+        async def upload(gateway: GatewayProcess) -> None:
+            for _ in range(count):
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", _UPLOAD, gateway.base_url, str(file)
+                )
+                assert await process.wait() == 0
+
         async with running(paced_worker(url, max_rows=streams, reserved_rows=0)), _serving(url, folder) as gateway:
-            return await _measured(gateway, file, count, streams, alone_s)
+            return await _measured(gateway, f"{count} uploads", upload, streams, alone_s)
+
+
+async def offline_run(url: str, *, lines: int, tokens: int, streams: int, alone_s: float) -> list[Figure]:
+    """Read streams alone, and then while a run of `lines` lines, sent through the gateway, is answered."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(folder, "runs")
+        runs.mkdir()
+
+        async def answer(gateway: GatewayProcess) -> None:
+            bodies = [chat_request(tokens, f"go {number}") for number in range(lines)]
+            with Feeder(url, runs):
+                run = BatchRun(gateway.url, Path(folder, "run"), bodies, option="--url").start()
+                assert await asyncio.to_thread(run.wait) == 0
+
+        async with running(paced_worker(url)), _serving(url, str(runs)) as gateway:
+            return await _measured(gateway, f"a run of {lines:,} lines", answer, streams, alone_s)
 
 
 @asynccontextmanager
@@ -43,7 +69,14 @@ async def _serving(url: str, folder: str) -> AsyncIterator[GatewayProcess]:
         gateway.stop()
 
 
-async def _measured(gateway: GatewayProcess, file: Path, count: int, streams: int, alone_s: float) -> list[Figure]:
+async def _measured(
+    gateway: GatewayProcess,
+    name: str,
+    work: Callable[[GatewayProcess], Awaitable[None]],
+    streams: int,
+    alone_s: float,
+) -> list[Figure]:
+    """Return the gaps of `streams` streams alone for `alone_s` seconds, and then while `work` runs."""
     times = [list[float]() for _ in range(streams)]
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http, asyncio.TaskGroup() as group:
         readers = [group.create_task(_read(http, gateway.url, each)) for each in times]
@@ -51,27 +84,26 @@ async def _measured(gateway: GatewayProcess, file: Path, count: int, streams: in
             await asyncio.sleep(0.05)
         began, memory = time.monotonic(), [_rss_mb(gateway.pid)]
         await asyncio.sleep(alone_s)
-        uploading = time.monotonic()
-        for _ in range(count):
-            upload = await asyncio.create_subprocess_exec(sys.executable, "-c", _UPLOAD, gateway.base_url, str(file))
-            while upload.returncode is None:
-                memory.append(await asyncio.to_thread(_rss_mb, gateway.pid))
-                await asyncio.sleep(0.05)
-            assert upload.returncode == 0
+        working = time.monotonic()
+        task = asyncio.ensure_future(work(gateway))
+        while not task.done():
+            memory.append(await asyncio.to_thread(_rss_mb, gateway.pid))
+            await asyncio.sleep(0.05)
+        await task
         ended = time.monotonic()
         for reader in readers:
             reader.cancel()
-    alone, beside = _gaps(times, began, uploading), _gaps(times, uploading, ended)
+    alone, beside = _gaps(times, began, working), _gaps(times, working, ended)
     longest = max(0.1, 2 * max(alone))  # as beside greedy requests
     return [
         Figure("gaps alone: p99, longest", "", f"{percentile(alone, 0.99):.3f}, {max(alone):.3f} s", True),
         Figure(
-            f"gaps beside {count} uploads: p99, longest",
+            f"gaps beside {name}: p99, longest",
             f"{longest:.3f} s",
             f"{percentile(beside, 0.99):.3f}, {max(beside):.3f} s",
             max(beside) <= longest,
         ),
-        Figure("seconds of an upload", "", f"{(ended - uploading) / count:.1f}", True),
+        Figure(f"seconds of {name}", "", f"{ended - working:.1f}", True),
         Figure("gateway's memory grew by", "20 MB", f"{max(memory) - memory[0]:.0f} MB", max(memory) < memory[0] + 20),
     ]
 

@@ -10,7 +10,7 @@ from worker.engine.batch.row import BatchSampling, PendingTokens, Row, StepToken
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrent import Recurrence
-from worker.engine.cache.verification import verification
+from worker.engine.cache.slots import verification
 from worker.engine.speculation.mtp import FedTokens, Network, PromptEntries, Trunk
 from worker.engine.speculation.verify import Accepted, draw_positions, positions_after, take_back
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from worker.engine.cache.layers import LayerKind, PackedLayer, SlotLayer
-from worker.engine.cache.slot_rows import SlotRows
+from worker.engine.cache.layers import LayerKind, PackedLayer, SlotLayer, SlotRows
 from worker.engine.memory import UNLIMITED_TOKENS, padded_shape
 from worker.engine.upstream.mlx_lm import KVCache
 

@@ -8,16 +8,15 @@
 Callers that hold other data by row keep it in the same order: `select_rows` takes that order, and `join` appends."""
 
 import copy
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from worker.engine.cache.kinds import kind_of
-from worker.engine.cache.layers import layers, mapped
-from worker.engine.cache.slot_rows import share_rows
+from worker.engine.cache.layers import SlotLayer, layers, mapped, share_rows
 from worker.engine.memory import UNLIMITED_TOKENS
 
 
@@ -156,3 +155,46 @@ def materialize(cache: Sequence[Any]) -> None:
 def bytes_of(cache: Sequence[Any]) -> int:
     """Return the allocated bytes of a cache, spare room included."""
     return sum(layer.nbytes for layer in layers(cache))
+
+
+class Verification:
+    """One forward of several tokens per row."""
+
+    def __init__(self, cache: Sequence[Any]) -> None:
+        self._layers: list[SlotLayer] = list(layers(cache))
+        self._open = True
+
+    def begin(self, width: int) -> None:
+        """Let the next forward feed `width` tokens to each row."""
+        for layer in self._layers:
+            layer.begin(width)
+
+    def commit(self, counts: Sequence[int], clear: Collection[int] = ()) -> None:
+        """Keep the first `counts[i]` of the tokens of row i, in all layers. Lazy. `clear`: see `SlotLayer`."""
+        for layer in self._layers:
+            layer.commit(counts, clear)
+        share_rows(self._layers)
+        self._open = False
+
+    def discard(self, clear: Collection[int] = ()) -> None:
+        """Keep no token of the forward. `clear`: see `SlotLayer`."""
+        for layer in self._layers:
+            layer.roll_back(clear)
+        self._open = False
+
+    def end(self) -> None:
+        """Keep no token of the forward unless `commit` has succeeded."""
+        if self._open:
+            self.discard()
+
+
+@contextmanager
+def verification(cache: Sequence[Any], width: int) -> Iterator[Verification]:
+    """Let the forward in the body feed `width` tokens to each row of the batch, and the body then commit. Without a
+    commit, lengths and states stay as they were."""
+    verifying = Verification(cache)
+    try:
+        verifying.begin(width)
+        yield verifying
+    finally:
+        verifying.end()

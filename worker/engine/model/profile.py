@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import cannot_batch, layers, mapped
 from worker.engine.cache.recurrent import Recurrence, Replay, Stepping
-from worker.engine.cache.verification import verification
+from worker.engine.cache.slots import verification
 from worker.engine.checkpoint import text_config
 from worker.engine.device import fused_attention
 from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrent import Recurrence, SlotArraysCache
-from worker.engine.cache.verification import verification
+from worker.engine.cache.slots import verification
 from worker.engine.memory import CHUNK, UNLIMITED_TOKENS
 from worker.engine.speculation.offer import DraftedRow, NetworkProposer, Offer, RowInput, RowTokens, view
 from worker.engine.speculation.tuning import MAX_PREFILL

@@ -26,11 +26,20 @@ from worker.engine.upstream.mlx_lm import (
     get_classes,
     make_prompt_cache,
 )
-from worker.engine.vision import processors
-from worker.engine.vision.families import Gemma3, Gemma4, MakeFamily, Pixtral, Qwen
+from worker.engine.vision.families import (
+    Gemma3,
+    Gemma4,
+    ImageProcessor,
+    MakeFamily,
+    Pixtral,
+    Qwen,
+    gemma3_processor,
+    gemma4_processor,
+    pixtral_processor,
+    qwen_processor,
+)
 from worker.engine.vision.feature_cache import EncoderRun
 from worker.engine.vision.inputs import Family
-from worker.engine.vision.processors import ImageProcessor
 from worker.errors import CannotStart
 from worker.request import ProcessedImage, PromptImage
 
@@ -41,16 +50,16 @@ TEXT_ONLY = "serve it for text only with SLUICE_VISION=off"  # the alternative t
 _ENCODER_PREFIXES = "visual.", "vision_tower.", "vision_model.", "vision_encoder."
 # Supported families by the model_type in the config.
 _KNOWN: dict[str, tuple[MakeFamily, Callable[[Any, int], ImageProcessor]]] = {
-    "qwen2_vl": (Qwen, processors.qwen),
-    "qwen2_5_vl": (Qwen, processors.qwen),
-    "qwen3_vl": (Qwen, processors.qwen),
-    "qwen3_vl_moe": (Qwen, processors.qwen),
-    "qwen3_5": (Qwen, processors.qwen),
-    "qwen3_5_moe": (Qwen, processors.qwen),
-    "gemma3": (Gemma3, processors.gemma3),
-    "gemma4": (Gemma4, processors.gemma4),
-    "pixtral": (Pixtral, processors.pixtral),
-    "mistral3": (Pixtral, processors.pixtral),
+    "qwen2_vl": (Qwen, qwen_processor),
+    "qwen2_5_vl": (Qwen, qwen_processor),
+    "qwen3_vl": (Qwen, qwen_processor),
+    "qwen3_vl_moe": (Qwen, qwen_processor),
+    "qwen3_5": (Qwen, qwen_processor),
+    "qwen3_5_moe": (Qwen, qwen_processor),
+    "gemma3": (Gemma3, gemma3_processor),
+    "gemma4": (Gemma4, gemma4_processor),
+    "pixtral": (Pixtral, pixtral_processor),
+    "mistral3": (Pixtral, pixtral_processor),
 }
 # Families that mlx-lm (0.32.2) does not have, and whose rows tests compare with mlx-vlm's path for a single request.
 _TEXT_THROUGH_MLX_VLM = "cohere2_moe", "flint", "k2_horizon", "kolibri1", "mistral_large3", "step3p7", "xing4_0"

@@ -35,7 +35,7 @@ local function affinity_of(queue, arguments, now)
   return affinity
 end
 
--- Return a body with its files cut, as `_without_files` in sluice/contract/marks.py.
+-- Return a body with its files cut, as `_without_files` in sluice/submission.py.
 local function without_files(body)
   local parts, at = {}, 1
   for _ = 1, 500 do
@@ -50,7 +50,7 @@ local function without_files(body)
   return table.concat(parts)
 end
 
--- Return the marks of a body from its first 256 KiB, as `marks_of` in sluice/contract/marks.py, and the bytes that they are of.
+-- Return the marks of a body from its first 256 KiB, as `marks_of` in sluice/submission.py, and the bytes that they are of.
 local function marks_of(body)
   body = without_files(body)
   local first = string.find(string.sub(body, 1, 262144), '"messages":', 1, true) or 1

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sluice.cli.commands.top import TopView
 from sluice.cli.errors import CliError
-from sluice.cli.terminal.top_view import TopView
 from sluice.presence import HOST
 
 URL = "redis://:secret@127.0.0.1:6379/0"
