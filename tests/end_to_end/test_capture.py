@@ -18,7 +18,7 @@ import pytest
 from models.tiny_vision import write_checkpoint as write_seeing
 from sluice import Client
 from sluice.capture.file import CapturedJob, CaptureWriter
-from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Waiting
+from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Submitted
 from sluice.capture.redaction import redacted
 from sluice.contract import keys
 from sluice.contract.keys import JobFunction
@@ -327,6 +327,7 @@ async def test_a_look_reads_no_body_again_and_no_job_of_the_future(client: Clien
     assert await found(large="a" * 1_000_000) == ["large"]
     sent = (await client.redis.info("stats"))["total_net_output_bytes"]
     assert await found() == await found() == []
+    await client.redis.zadd(keys.captured("m"), {"of another program": 0, "of another program:too": time.time() * 1000})
     await client.cancel("large")
     assert await found() == ["large"]
     assert await found() == await found() == []
@@ -385,9 +386,9 @@ async def test_a_job_whose_reading_is_interrupted_is_recorded_as_it_is(
 async def test_a_job_of_another_tenant_is_not_counted_as_missed(client: Client) -> None:
     recorder, large = Recorder(client), _Followed("a", "m", "interactive", bytes(256_000_001), client)
     mine, other = (
-        _Waiting(_Followed(tenant, "m", "interactive", b"{}", client), tenant) for tenant in ("acme", "other")
+        _Submitted(_Followed(tenant, "m", "interactive", b"{}", client), tenant) for tenant in ("acme", "other")
     )
-    recorder._follow([_Waiting(large, "acme"), mine, other], Wanted("m", "acme"), 9)
+    recorder._follow([_Submitted(large, "acme"), mine, other], Wanted("m", "acme"), 9)
     assert (recorder.following, recorder.skipped) == (1, 1)
 
 
