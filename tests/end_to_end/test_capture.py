@@ -481,13 +481,18 @@ def test_capture_says_what_is_wrong_with_its_options(sluice: Command, tmp_path: 
     assert [each.name for each in tmp_path.iterdir()] == ["there"]
 
 
-@pytest.mark.usefixtures("alive", "admin")
-def test_an_operator_may_capture_and_replay(sluice: Command, redis_url: str) -> None:
+@pytest.mark.usefixtures("admin")
+def test_an_operator_may_capture_and_replay_jobs_of_a_worker_without_more_rights(
+    sluice: Command, redis_url: str, tmp_path: Path
+) -> None:
     sluice.env["SLUICE_REDIS_URL"] = url_of(redis_url, "operator")
-    with capturing(sluice) as process:
-        submit(sluice, COUNT, "greedy")
-        assert ended(process)[0] == 0
-    assert sluice("replay", "capture.jsonl")[0] == 0
+    with WorkerProcess(url_of(redis_url, "worker"), model_name="own", max_rows=2):
+        with capturing(sluice, "--model", "own", "--next", "2") as process:
+            submit(sluice, COUNT, "greedy", "--model", "own", "--wait")
+            submit(sluice, REFUSED, "refused", "--model", "own", "--wait")
+            assert ended(process)[0] == 0
+        assert [job["request"] for job in read(tmp_path)[1]] == [COUNT, REFUSED]
+        assert sluice("replay", "capture.jsonl")[0] == 0
 
 
 @pytest.mark.usefixtures("alive")
