@@ -4,7 +4,7 @@ subscribes to no job: workers count the subscribers of jobs with `on_disconnect`
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -137,6 +137,7 @@ class Recorder:
         self._client = client
         self._followed = dict[str, _Followed]()
         self._recorded = set[str]()  # of the next jobs
+        self._look: Callable[[], Awaitable[None]] | None = None  # follows what was submitted since the last time
         self._workers = dict[str, dict[str, Any]]()
         self.skipped = 0  # jobs that came while too many were followed
 
@@ -155,10 +156,14 @@ class Recorder:
         def room() -> int:
             return _MAX_JOBS if wanted.failed_only else count - recorded
 
-        while True:
+        async def look() -> None:
             for found in (queues.submitted(), queues.ended()):
                 async for jobs in found:
                     self._follow(jobs, wanted, room())
+
+        self._look = look
+        while True:
+            await look()
             async for job in self._ended(failed_only=wanted.failed_only):
                 recorded += 1
                 self._recorded.add(job.id)
@@ -180,6 +185,8 @@ class Recorder:
 
     async def record_unfinished(self) -> list[CapturedJob]:
         """Return the jobs that have not ended, with their events so far."""
+        if self._look:
+            await self._look()
         followed = list(self._followed.values())
         self._followed.clear()
         return [await self._read(each) for each in followed]

@@ -185,6 +185,21 @@ def test_ctrl_c_keeps_what_there_is_and_its_replay_ends_there(sluice: Command, t
 
 
 @pytest.mark.usefixtures("alive")
+def test_the_replay_of_a_job_that_reached_its_deadline_ends_there(sluice: Command, tmp_path: Path) -> None:
+    with capturing(sluice) as process:
+        submit(sluice, {**ENDLESS, "deadline_s": 1}, "late")
+        assert ended(process)[0] == 0
+    _, (job,) = read(tmp_path)
+    assert job["events"][-1]["error"]["type"] == "deadline"
+    code, out, err = sluice("replay", "capture.jsonl", "--json")
+    assert (code, "as far as it was recorded" in out) == (0, True), (out, err)
+    again = json.loads(out)["id"]
+    assert (sluice.db.hget(f"sluice:job:{again}", "state"), sluice.db.hexists(f"sluice:job:{again}", "deadline")) == (
+        "cancelled", False
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("alive")
 def test_the_replay_of_a_job_that_had_not_begun_ends_with_its_first_token(sluice: Command, tmp_path: Path) -> None:
     job = {"id": "waited", "model": "default", "request": {**COUNT, "max_tokens": 5000, "ignore_eos": True}}
     (tmp_path / "capture.jsonl").write_text("\n".join(map(json.dumps, ({"sluice_capture": 1}, job, ""))))

@@ -129,6 +129,15 @@ def test_an_unknown_job_is_an_error(sluice: Command, job_id: str) -> None:
     assert "sluice:" in err
 
 
+def test_a_job_that_failed_tells_its_error_as_long_as_its_result_is_there(sluice: Command) -> None:
+    sluice("submit", "--file", "-", "--id", "why-failed", "--wait", stdin='{"messages": "Hello"}')
+    code, out, err = sluice("why", "why-failed")
+    assert (code, out.startswith("why-failed: failed, ")) == (0, True)
+    assert err == "invalid_request: messages must be a list, not a string.\n"
+    sluice.db.delete("sluice:result:why-failed")
+    assert sluice("why", "why-failed")[2] == "its error has expired.\n"
+
+
 async def test_a_job_and_its_lease_are_read_at_once(client: Client) -> None:
     lease, done = "arq:in-progress:brief", asyncio.Event()
 
