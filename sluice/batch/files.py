@@ -333,6 +333,10 @@ class StateFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and release its lock."""
         self._file.close()
 
     def load(self) -> RunState | None:

@@ -107,6 +107,10 @@ class BatchRegistry:
         """Request the cancellation of a run. Its feeder checks for such requests, as does one that resumes it."""
         await self._redis.set(keys.batch_cancel(batch_id), "1", ex=_STATUS_TTL_S)
 
+    async def forget_cancel(self, batch_id: str) -> None:
+        """Forget a request that came too late: the run had ended."""
+        await self._redis.delete(keys.batch_cancel(batch_id))
+
     async def cancels_requested_at(self, batch_ids: Sequence[str]) -> dict[str, float]:
         """Return when the cancellation of these runs was requested, of those for which it was."""
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -149,11 +153,14 @@ def _is_ours(batch: Batch) -> bool:
     """Return True if what is listed of a run has the types that feeders write."""
     counts = batch.request_counts
     texts = (batch.id, batch.status, batch.input_file_id)
-    numbers = (batch.created_at, counts.total, counts.completed, counts.failed, batch.sluice.cut_off)
-    paused = batch.sluice.paused_at
+    details: Any = batch.sluice
+    left = details.left.values() if isinstance(details.left, dict) else [None]
+    numbers = (batch.created_at, counts.total, counts.completed, counts.failed, details.cut_off, *left)
+    paused = details.paused_at
     return (
         all(isinstance(each, str) for each in texts)
         and all(type(each) is int and 0 <= each < 1e12 for each in numbers)
+        and type(details.priority) is int
         and (paused is None or (isinstance(paused, int | float) and 0 <= paused < 1e12))
     )
 

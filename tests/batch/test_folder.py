@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from sluice.batch.run import new_batch
 from sluice.batch.source import RunOptions
 from sluice.batch.store import FileStore, result_ids
 from sluice.contract.batch import RequestCounts, new_run_id
+from sluice.errors import BatchTaken
 from tests.batch.helpers import ANY, Chat, feed_folder, ids, says, write
 from tests.queue.helpers import until
 
@@ -160,6 +162,47 @@ async def test_a_submit_that_fails_leaves_nothing(client: Client, folder: RunFol
     with pytest.raises(ValueError, match="completion_window"):
         await client.submit_batch(file, folder.root, completion_window="never")
     assert there(folder) == {}
+
+
+async def test_of_many_that_submit_one_id_at_once_one_wins_and_the_others_are_told(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path
+) -> None:
+    run_id = new_run_id("same")
+    files = [write(tmp_path / f"{n}.jsonl", *(says(f"{n}-{k}") for k in range(20))) for n in range(8)]
+    submitting = (client.submit_batch(file, folder.root, id=run_id) for file in files)
+    submitted = await asyncio.gather(*submitting, return_exceptions=True)
+    won = [each for each in submitted if isinstance(each, Batch)]
+    told = [each for each in submitted if isinstance(each, BatchTaken)]
+    assert (len(won) >= 1, len(won) + len(told)) == (True, 8), submitted
+    assert sorted(path.name for path in folder.inbox.iterdir()) == [f"{run_id}.jsonl", f"{run_id}.run"]
+    await feed(client, folder)
+    answered = ids(folder.done / run_id / "output.jsonl")
+    assert sorted(answered) in [sorted(f"{n}-{k}" for k in range(20)) for n in range(8)]
+    again = await client.submit_batch(files[0], folder.root, id=run_id)
+    assert (again.status, there(folder)) == ("completed", {"done": ["same"]})
+
+
+async def test_a_submit_does_not_take_the_files_of_another_of_its_id_that_copies(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, copying, go_on = new_run_id("same"), threading.Event(), threading.Event()
+    files = [write(tmp_path / f"{name}.jsonl", says(name)) for name in ("first", "second")]
+
+    def copy_slowly(file: Path, partial: Path) -> None:
+        partial.write_bytes(file.read_bytes()[:20])
+        copying.set()
+        assert go_on.wait(30)
+        partial.write_bytes(file.read_bytes())
+
+    monkeypatch.setattr("sluice.batch.folder._copy", copy_slowly)
+    first = asyncio.create_task(client.submit_batch(files[0], folder.root, id=run_id))
+    await until(copying.is_set)
+    with pytest.raises(BatchTaken, match=rf"^{run_id}: another command is submitting it"):
+        await client.submit_batch(files[1], folder.root, id=run_id)
+    go_on.set()
+    assert (await first).status == "validating"
+    await feed(client, folder)
+    assert ids(folder.done / run_id / "output.jsonl") == ["first"]
 
 
 async def test_an_id_that_comes_again_gets_another(client: Client, chat: Chat, folder: RunFolder) -> None:

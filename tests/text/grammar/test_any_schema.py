@@ -14,7 +14,7 @@ from tests.text.guided import FORCED, model
 from worker.errors import JobFailure
 from worker.text.grammar.attempt import question
 from worker.text.grammar.builder import Grammars, OutputConstraint
-from worker.text.grammar.constraint import markup_of
+from worker.text.grammar.guide import markup_of
 from worker.text.grammar.tool_grammars import HeldFunction
 
 HUGE = st.sampled_from([10**400, -(10**400), 10**4299 - 1, 10**4300 - 1, 1e308, 5e-324, -0.0, 2**63])

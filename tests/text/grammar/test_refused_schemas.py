@@ -29,8 +29,7 @@ from worker.text.grammar.attempt import (
     question,
 )
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
-from worker.text.grammar.constraint import constraint_of, is_quick
-from worker.text.grammar.guide import GrammarStates
+from worker.text.grammar.guide import GrammarStates, constraint_of, is_quick
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.tool_grammars import HeldFunction
 from worker.text.prompt.prompt import Prompt
