@@ -26,8 +26,6 @@ from sluice.contract.batch import NO_DETAILS, Batch, BatchDetails, BatchState, P
 from sluice.errors import BatchRefused, BatchTaken
 from sluice.transport import Retries
 
-_LOOK_S = 5.0  # between looks for requests to cancel runs that wait
-
 logger = logging.getLogger("sluice.batch")
 
 
@@ -204,6 +202,7 @@ async def feed_runs(
     hours: OpenHours | None = None,
     takes: asyncio.Event | None = None,
     clock: Callable[[], float] = time.time,
+    look_s: float = 5.0,
 ) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
     feeds, by priority, then the oldest first, and several `at_once`: one for a model without a worker does not delay
@@ -212,9 +211,9 @@ async def feed_runs(
 
     All files are moved out of the inbox before the first run, so that another feeder can resume them if this process
     dies. `models` is the mapping for new runs; a resumed run keeps its own. `redis_of`: as for `run_batch`; `hours`: of
-    the workers' offline jobs, for the estimated ends; `clock`: Unix seconds, for `not_before`. A run that an error of
-    the server or of a file interrupts stays in `running` for the next pass. Raises OSError if the folder cannot be read
-    or written.
+    the workers' offline jobs, for the estimated ends; `clock`: Unix seconds, for `not_before`; `look_s`: between looks
+    for requests to cancel runs that wait. A run that an error of the server or of a file interrupts stays in `running`
+    for the next pass. Raises OSError if the folder cannot be read or written.
     """
     folder.make()
     redis_of, takes = redis_of or (lambda model: redis), takes or asyncio.Event()
@@ -240,7 +239,7 @@ async def feed_runs(
             if not feeding:
                 return
             taking = group.create_task(_wait(takes))
-            await asyncio.wait([taking, *feeding.values()], timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([taking, *feeding.values()], timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
             taking.cancel()
             feeding = {run_dir: task for run_dir, task in feeding.items() if not task.done()}
 

@@ -13,6 +13,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from sluice.cancellation import Cancellation
 from sluice.contract import keys
 from sluice.contract.batch import Batch
+from sluice.contract.events import check_of
 from sluice.contract.scripts import source
 from sluice.errors import QueueFull, ServerFull, UnknownBatch
 from sluice.presence import Workers
@@ -146,23 +147,7 @@ def _read_known(raw: Any, left_ms: int) -> Batch | None:
         batch = _read(raw, left_ms) if isinstance(raw, bytes) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return batch if batch and _is_ours(batch) else None
-
-
-def _is_ours(batch: Batch) -> bool:
-    """Return True if what is listed of a run has the types that feeders write."""
-    counts = batch.request_counts
-    texts = (batch.id, batch.status, batch.input_file_id)
-    details: Any = batch.sluice
-    left = details.left.values() if isinstance(details.left, dict) else [None]
-    numbers = (batch.created_at, counts.total, counts.completed, counts.failed, details.cut_off, *left)
-    paused = details.paused_at
-    return (
-        all(isinstance(each, str) for each in texts)
-        and all(type(each) is int and 0 <= each < 1e12 for each in numbers)
-        and type(details.priority) is int
-        and (paused is None or (isinstance(paused, int | float) and 0 <= paused < 1e12))
-    )
+    return batch if check_of(Batch)(batch) else None
 
 
 RedisOf = Callable[[str], Redis]  # the server of a model's jobs

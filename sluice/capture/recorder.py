@@ -41,7 +41,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """A job that has not ended, of the server of `client`, and its body."""
+    """A job that is recorded at its end, of the server of `client`, and its body."""
 
     id: str
     model: str
@@ -51,7 +51,7 @@ class _Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Submitted:
     """A job that was submitted, with the tenant that our submit stores."""
 
     followed: _Followed
@@ -79,7 +79,7 @@ class _Queues:
         """The command that asks for bodies of jobs that end: for longer than a look takes."""
         return ("SET", keys.capture(self._model), "1", "PX", 10_000)
 
-    async def submitted(self) -> AsyncGenerator[list[_Waiting]]:
+    async def submitted(self) -> AsyncGenerator[list[_Submitted]]:
         """Yield the jobs in the queues, also those of producers whose clock is up to two seconds late."""
         from_ms = max(self._began_ms, self._cursor_ms - 2000)
         ranges = [("ZRANGEBYSCORE", key, from_ms, "+inf", "WITHSCORES", "LIMIT", 0, _PAGE) for key in self._keys]
@@ -99,14 +99,14 @@ class _Queues:
             yield [each for each in jobs if each.followed.body]  # one without has just ended
         self._seen = {each: score for each, score in self._seen.items() if score >= self._cursor_ms - 10_000}
 
-    async def ended(self) -> AsyncGenerator[list[_Waiting]]:
+    async def ended(self) -> AsyncGenerator[list[_Submitted]]:
         """Yield the jobs that have ended since the last call."""
         range_of = ("ZRANGEBYSCORE", keys.captured(self._model), self._ended_ms, "+inf", "WITHSCORES", "LIMIT", 0)
         (page,) = await _send(self._client, [(*range_of, _PAGE)])
         found, ended = [] if isinstance(page, Exception) else _pairs(page), dict[str, Lane]()
         for member in [each for each, _ in found if each not in self._last]:
             lane, _, job_id = _text(member)[15:].partition(":")
-            if keys.is_job_id(job_id) and int(member[:15]) >= self._began_ms:
+            if keys.is_job_id(job_id) and member[:15].isdigit() and int(member[:15]) >= self._began_ms:
                 ended[job_id] = "batch" if lane == "batch" else "interactive"
         if found:
             self._ended_ms = found[-1][1]
@@ -114,7 +114,7 @@ class _Queues:
         async for jobs in self._read(ended, partial(keys.captured, self._model)):
             yield jobs
 
-    async def _read(self, jobs: Mapping[str, Lane], body_key: Callable[[str], str]) -> AsyncGenerator[list[_Waiting]]:
+    async def _read(self, jobs: Mapping[str, Lane], body_key: Callable[[str], str]) -> AsyncGenerator[list[_Submitted]]:
         for start in range(0, len(jobs), 16):  # bodies of at most 16 MB each
             some = list(jobs.items())[start : start + 16]
             reads = [("GET", body_key(each)) for each, _ in some]
@@ -122,7 +122,7 @@ class _Queues:
             answers = await _send(self._client, [*reads, *tenants])
             parts = zip(some, answers[: len(some)], answers[len(some) :], strict=True)
             yield [
-                _Waiting(
+                _Submitted(
                     _Followed(each, self._model, lane, body if isinstance(body, bytes) else b"", self._client),
                     _text(tenant),
                 )
@@ -191,7 +191,7 @@ class Recorder:
         self._followed.clear()
         return [await self._read(each) for each in followed]
 
-    def _follow(self, jobs: Sequence[_Waiting], wanted: Wanted, room: int) -> None:
+    def _follow(self, jobs: Sequence[_Submitted], wanted: Wanted, room: int) -> None:
         """Follow the wanted ones of these jobs, as long as there is room for them."""
         held = sum(len(each.body) for each in self._followed.values())
         for job in jobs:

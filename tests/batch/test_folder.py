@@ -273,6 +273,14 @@ async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
         {"sluice": {"not_before": "22:00"}},
         {"sluice": {"retry": ["cut"]}},
         {"sluice": {"kinds": []}},
+        {"sluice": {"kinds": {"cut": {"lines": "x"}}}},
+        {"sluice": {"tenant": []}},
+        {"sluice": {"output_expires_s": ""}},
+        {"sluice": {"allowed_models": "default"}},
+        {"metadata": {"team": 5}},
+        {"id": "\ud800"},
+        {"created_at": float("nan")},
+        {"status": "failed", "failed_at": float("inf")},
         {"expires_at": "soon"},
         {"completion_window": "a day"},
         {"status": "waiting"},
@@ -291,6 +299,38 @@ async def test_a_state_with_values_that_no_run_writes_ends_its_run_alone(
     await feed(client, folder)
     assert there(folder)["done"] == ["good"]
     assert [path.name for path in folder.failed.iterdir()] == [submitted.id]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run", "[" * 100_000),
+        ("output.jsonl", "[" * 100_000),
+        ("output.jsonl", '{"id": 5, "custom_id": "a"}'),
+        ("output.jsonl", '{"id": "b-1", "custom_id": "a", "sluice": {"kind": "answered", "output_tokens": "many"}}'),
+        ("errors.jsonl", '{"id": "b-1", "custom_id": ["a"]}'),
+        ("output.jsonl.retries", '{"retry": 1, "mends": 0, "changes": {}, "line": {"custom_id": 5, "response": null}}'),
+        (
+            "output.jsonl.retries",
+            '{"retry": "1", "mends": 0, "changes": {}, "line": {"custom_id": "a", "response": 0}}',
+        ),
+    ],
+)
+async def test_lines_that_no_run_writes_end_their_run_alone(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path, file: str, content: str
+) -> None:
+    submitted = await client.submit_batch(write(tmp_path / "bad.jsonl", says("a")), folder.root)
+    home = folder.running / submitted.id
+    home.mkdir()
+    for path in folder.inbox.iterdir():
+        path.rename(home / ("run" if path.suffix == ".run" else "input.jsonl"))
+    (home / file).write_text(f"{content}\n")
+    put(folder, "good.jsonl", "b")
+    await feed(client, folder)
+    assert there(folder) == {"failed": ["bad"], "done": ["good"]}
+    batch = await client.batch_status(home.name)
+    assert batch.errors is not None
+    assert "not written by a run" in batch.errors.data[0].message
 
 
 async def test_a_file_that_is_still_written_is_left(client: Client, chat: Chat, folder: RunFolder) -> None:
@@ -461,3 +501,13 @@ def test_deleting_the_answers_of_before_a_rerun_leaves_those_of_after_it(folder:
     assert answers.read_text() == "after\n"
     store.delete(None, after)
     assert not answers.exists()
+
+
+async def test_a_model_that_cannot_be_served_ends_its_run_alone(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "bad.jsonl", says("a"))
+    await client.submit_batch(file, folder.root, models={"*": "no name"})
+    await client.submit_batch(write(tmp_path / "good.jsonl", says("b")), folder.root, models=ANY)
+    await feed(client, folder)
+    assert there(folder) == {"failed": ["bad"], "done": ["good"]}

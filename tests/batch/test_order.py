@@ -75,12 +75,11 @@ async def test_a_run_that_is_cancelled_in_the_inbox_ends_in_a_pass_that_takes_no
 
 
 async def test_a_run_that_is_cancelled_while_others_have_all_places_ends_before_them(
-    client: Client, db: Redis, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    client: Client, db: Redis, folder: RunFolder
 ) -> None:
-    monkeypatch.setattr("sluice.batch.folder._LOOK_S", 0.1)
     long = await submit(client, folder, "long", priority=1)
     taken, waiting, later = [await submit(client, folder, word) for word in ("a", "b", "c")]
-    async with feeding(db, folder, at_once=1):
+    async with feeding(db, folder, at_once=1, look_s=0.1):
         await until(lambda: queued_is(db, long, 1))
         arrived = await submit(client, folder, "d")
         for run in taken, waiting, arrived:

@@ -18,7 +18,7 @@ import pytest
 from models.tiny_vision import write_checkpoint as write_seeing
 from sluice import Client
 from sluice.capture.file import CapturedJob, CaptureWriter
-from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Waiting
+from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Submitted
 from sluice.capture.redaction import redacted
 from sluice.contract import keys
 from sluice.contract.keys import JobFunction
@@ -327,6 +327,7 @@ async def test_a_look_reads_no_body_again_and_no_job_of_the_future(client: Clien
     assert await found(large="a" * 1_000_000) == ["large"]
     sent = (await client.redis.info("stats"))["total_net_output_bytes"]
     assert await found() == await found() == []
+    await client.redis.zadd(keys.captured("m"), {"of another program": 0, "of another program:too": time.time() * 1000})
     await client.cancel("large")
     assert await found() == ["large"]
     assert await found() == await found() == []
@@ -385,9 +386,9 @@ async def test_a_job_whose_reading_is_interrupted_is_recorded_as_it_is(
 async def test_a_job_of_another_tenant_is_not_counted_as_missed(client: Client) -> None:
     recorder, large = Recorder(client), _Followed("a", "m", "interactive", bytes(256_000_001), client)
     mine, other = (
-        _Waiting(_Followed(tenant, "m", "interactive", b"{}", client), tenant) for tenant in ("acme", "other")
+        _Submitted(_Followed(tenant, "m", "interactive", b"{}", client), tenant) for tenant in ("acme", "other")
     )
-    recorder._follow([_Waiting(large, "acme"), mine, other], Wanted("m", "acme"), 9)
+    recorder._follow([_Submitted(large, "acme"), mine, other], Wanted("m", "acme"), 9)
     assert (recorder.following, recorder.skipped) == (1, 1)
 
 
@@ -480,13 +481,18 @@ def test_capture_says_what_is_wrong_with_its_options(sluice: Command, tmp_path: 
     assert [each.name for each in tmp_path.iterdir()] == ["there"]
 
 
-@pytest.mark.usefixtures("alive", "admin")
-def test_an_operator_may_capture_and_replay(sluice: Command, redis_url: str) -> None:
+@pytest.mark.usefixtures("admin")
+def test_an_operator_may_capture_and_replay_jobs_of_a_worker_without_more_rights(
+    sluice: Command, redis_url: str, tmp_path: Path
+) -> None:
     sluice.env["SLUICE_REDIS_URL"] = url_of(redis_url, "operator")
-    with capturing(sluice) as process:
-        submit(sluice, COUNT, "greedy")
-        assert ended(process)[0] == 0
-    assert sluice("replay", "capture.jsonl")[0] == 0
+    with WorkerProcess(url_of(redis_url, "worker"), model_name="own", max_rows=2):
+        with capturing(sluice, "--model", "own", "--next", "2") as process:
+            submit(sluice, COUNT, "greedy", "--model", "own", "--wait")
+            submit(sluice, REFUSED, "refused", "--model", "own", "--wait")
+            assert ended(process)[0] == 0
+        assert [job["request"] for job in read(tmp_path)[1]] == [COUNT, REFUSED]
+        assert sluice("replay", "capture.jsonl")[0] == 0
 
 
 @pytest.mark.usefixtures("alive")

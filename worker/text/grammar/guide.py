@@ -23,8 +23,7 @@ from worker.errors import JobFailure
 from worker.process.child import ChildCrashed, ChildFailed, Children
 from worker.process.frames import LimitExceeded
 from worker.text.dialects.values import Parameters
-from worker.text.grammar import attempt, sandbox
-from worker.text.grammar.attempt import CompiledGrammar, CompileError, RefusedConstraint, Verdict
+from worker.text.grammar import sandbox, trial
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.lark import param_of, pattern_of_markers
 from worker.text.grammar.llg_tokenizer import ForcedText, llguidance_tokenizer
@@ -40,6 +39,7 @@ from worker.text.grammar.tool_grammars import (
     in_json,
     texts_of,
 )
+from worker.text.grammar.trial import CompiledGrammar, CompileError, RefusedConstraint, Verdict
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import ANSWER_BEGINS
 from worker.text.prompt.normalize import normalize
@@ -147,7 +147,7 @@ class _Compiler:
         self._pool = Pool("grammar", parallel, reserved=reserved, subject="schemas")
         self._turns = Turns(parallel, reserved=reserved)
         # One ahead, since its start takes a tenth of a second: longer than most schemas.
-        self._children = Children("worker.text.grammar.attempt", parallel, ahead=True)
+        self._children = Children("worker.text.grammar.trial", parallel, ahead=True)
         self._verdicts = OrderedDict[bytes, Verdict]()
 
     async def run(self, lane: Lane, tenant: str, work: Callable[..., T], *given: Any) -> T:
@@ -165,7 +165,7 @@ class _Compiler:
         return await self.run(lane, tenant, sandbox.compile_grammar, vocabulary, grammar), None
 
     async def verdict(self, lane: Lane, tenant: str, question: bytes) -> Verdict:
-        """Return the verdict of a child process on a question of `attempt`. Recent verdicts are cached, and returned
+        """Return the verdict of a child process on a question of `trial`. Recent verdicts are cached, and returned
         without waiting for a process. Raises `JobFailure` if the process cannot run."""
         known = hashlib.blake2b(question).digest()
         if known not in self._verdicts:
@@ -180,10 +180,10 @@ class _Compiler:
 
     async def _tried(self, question: bytes) -> Verdict:
         try:
-            answer = await self._children.ask(None, question, attempt.LIMITS)
+            answer = await self._children.ask(None, question, trial.LIMITS)
         except (LimitExceeded, ChildCrashed) as error:
             logger.warning("the trial of a schema: %s", error)
-            return CompileError(attempt.TOO_EXPENSIVE)
+            return CompileError(trial.TOO_EXPENSIVE)
         except (ChildFailed, TimeoutError) as error:  # not caused by the schema
             logger.warning("the trial of a schema: %r", error)
             raise JobFailure(
@@ -191,7 +191,7 @@ class _Compiler:
                 "The server has no resources to check the request's schema now; try again later.",
                 retryable=True,
             ) from None
-        return attempt.verdict_of(answer.head)
+        return trial.verdict_of(answer.head)
 
 
 class GrammarStates:
@@ -414,7 +414,7 @@ class GrammarStates:
     ) -> str:
         """Return a grammar that a child process has compiled, so compiling it here is safe. Raises `JobFailure`."""
         question_bytes = await self._compiler.run(
-            lane, tenant, partial(attempt.question, self._markup, constraint, has_thought=has_thought)
+            lane, tenant, partial(trial.question, self._markup, constraint, has_thought=has_thought)
         )
         match await self._compiler.verdict(lane, tenant, question_bytes):
             case CompiledGrammar(grammar, not_held):
@@ -431,7 +431,7 @@ class GrammarStates:
 
 
 def _refuse(place: str, wrong: str) -> NoReturn:
-    message = f"{place}: this schema cannot be enforced: {attempt.grammar_error(wrong)}"
+    message = f"{place}: this schema cannot be enforced: {trial.grammar_error(wrong)}"
     raise JobFailure("invalid_request", message, param=param_of(place))
 
 
