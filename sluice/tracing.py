@@ -49,11 +49,11 @@ def current_traceparent() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def describe_request(function: str, model: str) -> None:
-    """Add what a request asks for to OpenTelemetry's current span, if there is one."""
+def describe_request(model: str) -> None:
+    """Add the model that a request asks for to OpenTelemetry's current span, if there is one. Not by GenAI's
+    conventions: programs that read these would count the request as a second call of the model."""
     if opentelemetry := sys.modules.get("opentelemetry.trace"):
-        asked = {"gen_ai.operation.name": _OPERATIONS[function], "gen_ai.request.model": model}
-        opentelemetry.get_current_span().set_attributes(asked)
+        opentelemetry.get_current_span().set_attribute("sluice.requested_model", model)
 
 
 @dataclass(frozen=True, slots=True)

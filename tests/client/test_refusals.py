@@ -217,8 +217,14 @@ async def refusing(code: str) -> AsyncIterator[str]:
             yield server.url
 
 
-@pytest.mark.parametrize("code", REFUSALS)
-@pytest.mark.parametrize("wait_worker_s", [None, 0.0])
+@pytest.mark.parametrize(
+    ("code", "wait_worker_s"),
+    [
+        pytest.param(code, wait_s, marks=[pytest.mark.slow] * (code == "MAXCLIENTS" and wait_s is None))
+        for code in REFUSALS
+        for wait_s in (None, 0.0)
+    ],
+)
 async def test_a_server_that_takes_no_job_says_why_even_if_its_workers_are_silent_for_that(
     code: str, wait_worker_s: float | None
 ) -> None:

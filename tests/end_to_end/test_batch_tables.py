@@ -110,7 +110,7 @@ def test_two_prompts_are_compared_on_a_sample(sluice: Command, tmp_path: Path) -
 
 @pytest.mark.usefixtures("alive")
 def test_ctrl_c_leaves_a_table_that_the_same_command_goes_on_with(sluice: Command, tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text("n\n" + "".join(f"{3 + k % 10}\n" for k in range(120)))
+    (tmp_path / "in.csv").write_text("n\n" + "".join(f"{3 + k % 10}\n" for k in range(60)))
     (tmp_path / "p.txt").write_text("Count to {n}.")
     command = ("batch", "run", "in.csv", "-o", "out.csv", "--prompt", "p.txt", "--param", "temperature=0",
                "--window", "12")  # fmt: skip
@@ -122,7 +122,7 @@ def test_ctrl_c_leaves_a_table_that_the_same_command_goes_on_with(sluice: Comman
     code, _, err = sluice(*command)
     assert (code, "done earlier" in err) == (0, True), err
     assert [row["answer"] for row in rows_of(tmp_path / "out.csv")] == [
-        " ".join(map(str, range(1, 4 + k % 10))) for k in range(120)
+        " ".join(map(str, range(1, 4 + k % 10))) for k in range(60)
     ]
 
 

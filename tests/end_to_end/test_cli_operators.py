@@ -192,14 +192,16 @@ def test_workers_restart_one_after_the_other(sluice: Command, alive: WorkerProce
         assert not sluice.db.exists("sluice:restart:many")
 
 
-def test_a_worker_after_one_that_did_not_come_back_is_left_as_it_is(sluice: Command, alive: WorkerProcess) -> None:
-    with paced(alive.url, "many") as process:
-        before = sluice.db.hget(f"sluice:worker:{process.name}", "started_at")
-        sluice.db.set("sluice:restart:many", "ghost", px=1500)
-        code, out, err = sluice("workers", "restart", process.name)
-        assert (code, out, err.splitlines()[0]) == (1, "", f"{process.name}: waits for its turn")
-        assert f"{process.name} will not restart" in err
-        assert sluice.db.hget(f"sluice:worker:{process.name}", "started_at") == before
+def test_a_worker_after_one_that_did_not_come_back_is_left_as_it_is(
+    sluice: Command, narrow_worker: WorkerProcess
+) -> None:
+    narrow_worker.wait_ready()
+    before = sluice.db.hget(f"sluice:worker:{narrow_worker.name}", "started_at")
+    sluice.db.set("sluice:restart:narrow", "ghost", px=1500)
+    code, out, err = sluice("workers", "restart", narrow_worker.name)
+    assert (code, out, err.splitlines()[0]) == (1, "", f"{narrow_worker.name}: waits for its turn")
+    assert f"{narrow_worker.name} will not restart" in err
+    assert sluice.db.hget(f"sluice:worker:{narrow_worker.name}", "started_at") == before
 
 
 def test_following_ends_if_nothing_changes(sluice: Command, alive: WorkerProcess) -> None:

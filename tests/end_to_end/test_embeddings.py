@@ -277,6 +277,7 @@ async def test_a_job_whose_worker_is_killed_is_computed_again_by_another(
     await check_all_ended(db)
 
 
+@pytest.mark.slow  # the test above has a worker that is killed
 async def test_a_worker_that_is_stopped_ends_its_job_or_gives_it_back(
     redis_url: str, model: Path, client: Client
 ) -> None:

@@ -61,7 +61,7 @@ async def records(db: Redis) -> list[list[float]]:
 async def test_the_turns_of_a_chat_go_to_the_worker_that_holds_it(redis_url: str, client: Client, db: Redis) -> None:
     with two_workers(redis_url):
         talk = Talk(client, "rivers")
-        for turn in range(8):
+        for turn in range(5):
             await talk.say(f"Tell me more, for the {turn}th time.")
         assert set(talk.workers) == {talk.workers[0]}
         prompts = [end.usage.prompt_tokens for end in talk.ends]

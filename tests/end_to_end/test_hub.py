@@ -74,7 +74,7 @@ def test_a_model_is_pulled_listed_served_and_deleted_when_nobody_serves_it(sluic
     assert (code, "there is no model 'tests/tiny'" in err) == (2, True), err
 
 
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("reset", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_download_goes_on_where_a_broken_connection_left_it(sluice: Command, hub: Hub, reset: bool) -> None:
     hub.cuts, hub.cut_bytes, hub.reset = 2, CHUNK + 1000, reset
     code, _, err = sluice.process("models", "pull", "tests/large", "--force")
@@ -116,7 +116,7 @@ def test_all_weights_of_an_embedding_model_are_pulled_and_it_is_checked_as_one(s
     ("args", "says"),
     [
         (["tests/unheard"], "no such public model"),
-        (["a b"], "no id of Hugging Face"),
+        pytest.param(["a b"], "no id of Hugging Face", marks=pytest.mark.slow),
         ([str(TINY_CHAT)], "is a folder"),
         (["tests/strange"], "would not serve it here"),
     ],

@@ -213,6 +213,7 @@ async def test_the_reader_of_a_job_is_told_how_much_of_its_model_is_loaded(
         await until(lambda: supervisor.models()["slow"]["loaded_bytes"] == 0)  # the supervisor tells it a moment later
 
 
+@pytest.mark.slow  # the first of two does so above
 async def test_a_single_model_leaves_when_it_is_idle_and_returns_for_a_job(redis_url: str, client: Client) -> None:
     with Supervisor(redis_url, "a", idle_unload_s=1, worker_name="mine") as supervisor:
         await until(lambda: supervisor.states() == "unloaded")
@@ -260,6 +261,7 @@ async def test_a_dead_worker_comes_back_with_a_growing_delay_while_others_serve(
         assert supervisor.worker_pids()["a"] == running_pid
 
 
+@pytest.mark.slow  # one that is killed and started at once has lost a worker too
 async def test_a_supervisor_that_is_killed_takes_its_workers_along(redis_url: str) -> None:
     with Supervisor(redis_url, "ab") as supervisor:
         await until(lambda: supervisor.states() == "loaded loaded")

@@ -50,6 +50,13 @@ async def gateway(redis_url: str) -> AsyncIterator[HttpGateway]:
 
 
 @pytest.fixture
+async def unforgiving(redis_url: str) -> AsyncIterator[HttpGateway]:
+    """A gateway that soon cancels the jobs of a client that has left."""
+    with serving(redis_url, ServeSettings(_env_file=None, disconnect_grace_s=0.2)) as gateway:
+        yield gateway
+
+
+@pytest.fixture
 async def http(gateway: HttpGateway) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         yield client

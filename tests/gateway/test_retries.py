@@ -77,7 +77,7 @@ async def other(db: Redis) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("streams", [(True, True), (True, False)])
+@pytest.mark.parametrize("streams", [(True, False), pytest.param((True, True), marks=pytest.mark.slow)])
 async def test_a_retry_keeps_the_place_of_its_job_in_the_queue(
     gateway: HttpGateway, db: Redis, other: None, path: str, streams: tuple[bool, bool]
 ) -> None:

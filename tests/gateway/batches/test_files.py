@@ -215,7 +215,12 @@ async def test_a_slow_upload_is_refused_and_leaves_nothing(redis_url: str, folde
     settings = ServeSettings(_env_file=None, batch_dir=folder, client_timeout_s=0.5)
     with serving(redis_url, settings) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-        writer.write(request(form(LINE * 20_000))[:300_000])
+        writer.write(request(form(LINE * 20_000))[:10_000])  # a second at the least speed
+
+        async def is_begun() -> bool:
+            return len(on_disk(folder)) == 1
+
+        await until(is_begun)
         assert b" 408 " in await reader.readline()
         writer.close()
     assert on_disk(folder) == []

@@ -138,9 +138,9 @@ async def test_a_cancelled_job_ends_its_stream_with_an_error(http: httpx.AsyncCl
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_client_that_leaves_cancels_its_jobs(
-    gateway: HttpGateway, chat: FakeChat, db: Redis, stream: bool, n: int
+    unforgiving: HttpGateway, chat: FakeChat, db: Redis, stream: bool, n: int
 ) -> None:
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
+    async with httpx.AsyncClient(base_url=unforgiving.url) as http:
         asking = asyncio.create_task(http.post(PATH, json=request("1", then="hang", stream=stream, n=n)))
         await until_running(chat, n)
         asking.cancel()
@@ -154,9 +154,9 @@ async def test_a_client_that_leaves_cancels_its_jobs(
     await until(cancelled)
 
 
-async def test_a_queued_job_of_a_client_that_leaves_is_cancelled(gateway: HttpGateway, db: Redis) -> None:
+async def test_a_queued_job_of_a_client_that_leaves_is_cancelled(unforgiving: HttpGateway, db: Redis) -> None:
     await db.hset(keys.model("other"), "w", "9 1 9999999999 0 0")  # a worker that takes nothing
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
+    async with httpx.AsyncClient(base_url=unforgiving.url) as http:
         asking = asyncio.create_task(http.post(PATH, json=request("1", model="other")))
 
         async def queued() -> bool:

@@ -149,10 +149,10 @@ async def test_versions_of_the_form_that_it_has_are_accepted(
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_cancels_its_job(
-    redis_url: str, gateway: HttpGateway, db: Redis, stream: bool
+    redis_url: str, unforgiving: HttpGateway, db: Redis, stream: bool
 ) -> None:
     async with answering(redis_url, db, step_s=0.3) as engine:
-        async with httpx.AsyncClient(base_url=gateway.url) as http:
+        async with httpx.AsyncClient(base_url=unforgiving.url) as http:
             asking = asyncio.create_task(http.post(PATH, json={**HELLO, "stream": stream}))
             await until(lambda: bool(engine.running))
             (attempt,) = engine.running
@@ -166,10 +166,10 @@ async def test_a_client_that_leaves_cancels_its_job(
         assert engine.running == set()
 
 
-async def test_a_count_of_a_client_that_leaves_is_cancelled(gateway: HttpGateway, db: Redis) -> None:
+async def test_a_count_of_a_client_that_leaves_is_cancelled(unforgiving: HttpGateway, db: Redis) -> None:
     await db.hset(keys.model("other"), "w", "9 1 9999999999 0 0")  # a worker that takes nothing
     body = {"model": "other", "messages": HELLO["messages"]}
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
+    async with httpx.AsyncClient(base_url=unforgiving.url) as http:
         asking = asyncio.create_task(http.post(f"{PATH}/count_tokens", json=body))
         job_id = await queued_job(db, "other")
         asking.cancel()
