@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from redis.asyncio import Redis
 
@@ -25,6 +25,8 @@ from sluice.queues import DeadLetter, DeadLetters, MisplacedJobs, Queue, QueueHe
 from sluice.streaming import SILENCE_S, Hub, Streams
 from sluice.submission import ExtraKey, NewJob, Submission, Submitted, new_job
 from sluice.transport import Retries, connect
+
+T = TypeVar("T")
 
 
 class Client:
@@ -240,6 +242,10 @@ class Client:
     def servers(self) -> "Sequence[Client]":
         """A client for each server, the default one first: this one alone, unless a map names several."""
         return (self,)
+
+    async def ask_all(self, ask: Callable[["Client"], Awaitable[T]]) -> list[T]:
+        """Return the answers of all servers, the default one's first; a map's that do not answer are left out."""
+        return [await ask(self)]
 
     def of_model(self, model: str) -> "Client":
         """Return the client of the server that has the model's jobs: this one, unless a map names several."""

@@ -135,19 +135,19 @@ class MappedClient(Client):
 
     async def workers(self) -> list[dict[str, str]]:
         """Return the fields of each live worker of all servers."""
-        return _joined(await self._each(lambda client: client.workers()))
+        return _joined(await self.ask_all(lambda client: client.workers()))
 
     async def ask_worker(self, worker: Mapping[str, str], what: Literal["drain", "restart"]) -> bool:
         """Ask a worker, on whichever server it is, as `Client.ask_worker` does."""
-        return any(await self._each(lambda client: client.ask_worker(worker, what)))
+        return any(await self.ask_all(lambda client: client.ask_worker(worker, what)))
 
     async def served_models(self) -> set[str]:
         """Return the names that jobs may have, of all servers, as `Client.served_models` does."""
-        return {*_joined(await self._each(_served_names))}
+        return {*_joined(await self.ask_all(_served_names))}
 
     async def supervised_models(self) -> dict[str, dict[str, Model]]:
         """Return the models of each supervisor of all servers, as `Client.supervised_models` does."""
-        found = await self._each(lambda client: client.supervised_models())
+        found = await self.ask_all(lambda client: client.supervised_models())
         return {supervisor: models for supervisors in found for supervisor, models in supervisors.items()}
 
     async def ask_supervisor(self, supervisor: str, what: Literal["load", "unload"], model: str) -> None:
@@ -156,7 +156,7 @@ class MappedClient(Client):
 
     async def aliases(self) -> dict[str, str]:
         """Return the model that each alias stands for, of all servers."""
-        found = await self._each(lambda client: client.aliases())
+        found = await self.ask_all(lambda client: client.aliases())
         return {alias: model for aliases in found for alias, model in aliases.items()}
 
     async def set_alias(self, alias: str, model: str | None, *, served_only: bool = True) -> str | None:
@@ -173,7 +173,7 @@ class MappedClient(Client):
 
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters of all servers, oldest first."""
-        return sorted(_joined(await self._each(lambda client: client.dead_letters())), key=attrgetter("parked_at"))
+        return sorted(_joined(await self.ask_all(lambda client: client.dead_letters())), key=attrgetter("parked_at"))
 
     async def dead_letter(self, job_id: str) -> DeadLetter:
         """Return one dead letter. Raises `UnknownJob`."""
@@ -213,11 +213,11 @@ class MappedClient(Client):
         async def own(client: Client) -> list[Queue]:
             return [queue for queue in await client.queues() if self.of_model(queue.model) is client]
 
-        return sorted(_joined(await self._each(own)), key=attrgetter("model", "lane"))
+        return sorted(_joined(await self.ask_all(own)), key=attrgetter("model", "lane"))
 
     async def queue_heads(self) -> list[QueueHead]:
         """Return how long tenants have waited, of every queue of all servers."""
-        return sorted(_joined(await self._each(lambda client: client.queue_heads())), key=attrgetter("model", "lane"))
+        return sorted(_joined(await self.ask_all(lambda client: client.queue_heads())), key=attrgetter("model", "lane"))
 
     async def misplaced_jobs(self) -> list[MisplacedJobs]:
         """Return the keys that hold jobs which no worker takes; also queues on another server than that of their
@@ -236,7 +236,7 @@ class MappedClient(Client):
                 ),
             ]
 
-        return _joined(await self._each(strays))
+        return _joined(await self.ask_all(strays))
 
     async def purge(
         self,
@@ -319,7 +319,7 @@ class MappedClient(Client):
                     return self._default
             await asyncio.sleep(0.25)
 
-    async def _each(self, ask: Callable[[Client], Awaitable[T]]) -> list[T]:
+    async def ask_all(self, ask: Callable[[Client], Awaitable[T]]) -> list[T]:
         """Return the answers of the servers that answer. Raises the error of the default one if none does."""
         answers = await asyncio.gather(*(self._ask(url, ask) for url in self._clients))
         found = [answer for answer in answers if not isinstance(answer, RedisError)]

@@ -10,8 +10,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sluice.contract.phases import JobPhases
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.trace import Span
 
 logger = logging.getLogger("sluice.tracing")
@@ -49,11 +49,11 @@ def current_traceparent() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def describe_request(function: str, model: str) -> None:
-    """Add what a request asks for to OpenTelemetry's current span, if there is one."""
+def describe_request(model: str) -> None:
+    """Add the model that a request asks for to OpenTelemetry's current span, if there is one. Not by GenAI's
+    conventions: programs that read these would count the request as a second call of the model."""
     if opentelemetry := sys.modules.get("opentelemetry.trace"):
-        asked = {"gen_ai.operation.name": _OPERATIONS[function], "gen_ai.request.model": model}
-        opentelemetry.get_current_span().set_attributes(asked)
+        opentelemetry.get_current_span().set_attribute("sluice.requested_model", model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,21 @@ class JobTrace:
         return {**named, **{f"sluice.{name}": value for name, value in ours.items()}, **failed}
 
 
+@dataclass(slots=True)
+class _Counts:
+    """Spans of this process that are to be sent, and those that the collector has taken."""
+
+    ended: int = 0
+    sent: int = 0
+
+
 class Tracing:
     """Makes the spans of one process. Those of jobs, a millisecond of work each, on a thread of its own."""
 
-    def __init__(self, provider: "TracerProvider") -> None:
-        self._provider = provider
+    def __init__(self, provider: "TracerProvider", counts: _Counts) -> None:
+        self._provider, self._counts = provider, counts
+        self._dropped = 0  # jobs
+        self._is_closing = False
         self._tracer = provider.get_tracer("sluice")
         self._jobs = queue.Queue[JobTrace | None](2_048)  # as many as spans that wait to be sent
         self._thread = threading.Thread(target=self._make, name="spans", daemon=True)
@@ -106,13 +116,20 @@ class Tracing:
 
     def record_job(self, job: JobTrace) -> None:
         """Make the spans of a job, soon. Does not block: beyond a number of jobs that wait, their spans are dropped."""
-        with suppress(queue.Full):
+        try:
             self._jobs.put_nowait(job)
+        except queue.Full:
+            self._dropped += 1
 
     def _make(self) -> None:
+        made = 0
         while job := self._jobs.get():
             self._make_spans(job)
-            time.sleep(0.001)  # the event loop and the engine go on between two jobs
+            made += 1
+            if not self._is_closing:
+                time.sleep(0.001)  # the event loop and the engine go on between two jobs
+            elif made % 64 == 0:
+                self._provider.force_flush()  # some 500 spans: OpenTelemetry drops those beyond 2,048
 
     def _make_spans(self, job: JobTrace) -> None:
         """Make the spans of a job: one from its submission to its end, with its moments as events, and one below it for
@@ -152,10 +169,23 @@ class Tracing:
             yield RequestSpan(span)
 
     def close(self) -> None:
-        """Send what is queued, for two seconds at most."""
+        """Send what is queued, for five seconds at most, and for two in which nothing arrives. Logs what was not sent
+        since the start."""
         thread = threading.Thread(target=self._end, name="last-spans", daemon=True)
+        self._is_closing = True
         thread.start()
-        thread.join(timeout=2.0)
+        sent, arrived_at = -1, 0.0
+        until = time.monotonic() + 5.0
+        while thread.is_alive() and time.monotonic() < until:
+            if self._counts.sent != sent:
+                sent, arrived_at = self._counts.sent, time.monotonic()
+            elif time.monotonic() - arrived_at >= 2.0:
+                break
+            thread.join(timeout=0.05)
+        # One entry of the queue tells the thread to end.
+        lost, jobs = self._counts.ended - self._counts.sent, self._dropped + max(0, self._jobs.qsize() - 1)
+        if lost or jobs:
+            logger.warning("the collector has not received %d spans, nor those of %d more jobs", lost, jobs)
 
     def _end(self) -> None:
         self._jobs.put(None)
@@ -219,20 +249,34 @@ def open_tracing(service: str, instance: str = "", more: Mapping[str, str] | Non
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
     except ImportError:
         remedy = "install the extra traces (pip install 'mlx-sluice[traces]'), or set OTEL_TRACES_EXPORTER=none"
         logger.warning("no traces are sent: %s is set, but OpenTelemetry is not installed; %s", variable, remedy)
         return None
+    counts, ending = _Counts(), threading.Lock()  # spans end on several threads
+
+    class Exporter(OTLPSpanExporter):
+        def export(self, spans: "Sequence[ReadableSpan]") -> SpanExportResult:
+            result = super().export(spans)
+            counts.sent += len(spans) if result is SpanExportResult.SUCCESS else 0
+            return result
+
+    class Processor(BatchSpanProcessor):
+        def on_end(self, span: "ReadableSpan") -> None:
+            with ending:
+                counts.ended += span.context.trace_flags.sampled
+            super().on_end(span)
+
     ours = {"service.name": service, **({"service.instance.id": instance} if instance else {})}
     resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
     try:
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        provider.add_span_processor(Processor(Exporter()))
     except ValueError as error:
         logger.warning("no traces are sent: a variable OTEL_... is wrong: %s", error)
         return None
-    return Tracing(provider)
+    return Tracing(provider, counts)
 
 
 def _asked_by(variables: Mapping[str, str]) -> tuple[str, str]:

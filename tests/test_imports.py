@@ -190,7 +190,11 @@ TABLE = {
         f"worker.prefix_store {NUMBERS}",
         "mlx mlx_lm",
     ),
-    "worker.images": May("schemas sluice.network worker.errors worker.process worker.settings", "PIL httpcore2"),
+    "worker.images": May(
+        "schemas sluice.contract.keys sluice.network worker.byte_lru worker.errors worker.process worker.request "
+        "worker.settings",
+        "PIL httpcore2",
+    ),
     # The queue: the server below the jobs, and the worker above both.
     "worker.queue": May(
         "schemas worker.bounded_json worker.errors worker.host.watch worker.json_bytes worker.monitoring "
@@ -216,8 +220,7 @@ TABLE = {
         "worker.process.child worker.queue.scripts",
         "redis",
     ),
-    "worker.supervisor.decision": May(standard=PURE),
-    "worker.supervisor.planned": May("sluice.log_lines", standard=PURE),
+    "worker.supervisor.decision": May("sluice.log_lines", standard=PURE),
     "worker.supervisor.plan": May(
         "sluice.contract.keys sluice.wording worker.engine worker.environment worker.errors worker.settings "
         "worker.supervisor"
@@ -229,8 +232,7 @@ TABLE = {
     ),
     # One chat job: its parts, and then the job itself.
     "worker.chat": May(
-        "schemas sluice.contract.keys worker.byte_lru worker.bounded_json worker.errors worker.images "
-        "worker.json_bytes "
+        "schemas sluice.contract.keys worker.bounded_json worker.errors worker.images worker.json_bytes "
         "worker.monitoring worker.queue.job "
         "worker.outcomes worker.request worker.settings worker.text",
         "pydantic",
@@ -243,8 +245,8 @@ TABLE = {
     ),
     # The two places where engine and queue meet: the parts, and their start.
     "worker.parts": May(
-        "worker.chat worker.embed worker.engine worker.host.watch worker.jobs worker.monitoring worker.queue "
-        "worker.settings worker.text",
+        "worker.chat worker.embed worker.engine worker.host.watch worker.images worker.jobs worker.monitoring "
+        "worker.queue worker.settings worker.text",
         "arq",
     ),
     "worker.app": May(

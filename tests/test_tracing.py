@@ -201,6 +201,27 @@ def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
 
 
 @pytest.mark.timing
+def test_the_spans_of_a_busy_time_are_sent_at_the_end(tracing: Tracing, collector: Collector) -> None:
+    for _ in range(1_000):
+        tracing.record_job(job())
+    tracing.close()
+    assert len(collector.spans) == 1_000 * (1 + len([*two_attempts().phases()]))
+
+
+def test_spans_that_the_collector_has_not_received_are_counted_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    tracing = open_tracing("sluice-worker")
+    assert tracing is not None
+    tracing.record_job(job())
+    tracing.record_job(job(traceparent=f"00-{TRACE}-{PARENT}-00"))  # its caller has not sampled it
+    tracing.close()
+    spans = 1 + len([*two_attempts().phases()])
+    assert f"the collector has not received {spans} spans, nor those of 0 more jobs" in caplog.text
+
+
+@pytest.mark.timing
 def test_a_collector_that_does_not_answer_holds_up_neither_a_job_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")

@@ -119,6 +119,7 @@ class BatchDirectory:
         hours = ["--hours", settings.batch_hours] if settings.batch_hours and not settings.batch_off_hours_rows else []
         self._command = [*command, str(self._folder), "--until-eof", *models, *hours]
         self._slot, self._slot_at = asyncio.Event(), 0.0
+        self._starts_each_minute = settings.batch_schedule.split() == ["*"] * 5
         if any(find_spec(name) is None for name in ("sluice", "typer", "rich")):
             raise CannotStart(
                 "SLUICE_BATCH_DIR: the command `sluice`, which reads its files, is not installed: in a checkout of "
@@ -137,7 +138,7 @@ class BatchDirectory:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_feeders(stopping, force_stop))
             group.create_task(self._follow_schedules(stopping, force_stop))
-            if self._settings.batch_schedule.split() == ["*"] * 5:  # another was set for a reason
+            if self._starts_each_minute:  # another schedule was set for a reason
                 group.create_task(self._watch_inbox(stopping))
 
     async def _watch_inbox(self, stopping: asyncio.Event) -> None:
@@ -190,7 +191,7 @@ class BatchDirectory:
         while not stopping.is_set():
             if owed or self._slot.is_set():
                 owed = await self._feed("--take", stopping=stopping, force_stop=force_stop)
-            elif await asyncio.to_thread(_has_abandoned_run, self._folder / "running"):
+            elif await asyncio.to_thread(self._has_run):
                 owed = await self._feed(stopping=stopping, force_stop=force_stop)
             await wait_first(self._slot.wait(), stopping.wait(), timeout_s=self._search_s)
 
@@ -210,6 +211,11 @@ class BatchDirectory:
         if self._slot_at > began:  # it was told of a slot: it may have ended at that moment, before it could read that
             return time.monotonic() - self._slot_at < (5.0 if well else self._start_s)
         return not well and time.monotonic() - takes_at < self._start_s
+
+    def _has_run(self) -> bool:
+        """Return True if there is a run without a feeder, or one that waits for its time: it may be cancelled."""
+        may_be_cancelled = not self._starts_each_minute and _handed_over(self._folder / "inbox")
+        return bool(may_be_cancelled) or _has_abandoned_run(self._folder / "running")
 
     def _take(self) -> None:
         self._slot_at = time.monotonic()

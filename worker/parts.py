@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from arq.worker import func
 
 from worker.chat.context import WorkerContext
-from worker.chat.images import ImageInputs
 from worker.embed import EmbeddingContext, embed
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
 from worker.engine.tokenizer import MLXTokenizer
 from worker.host.watch import HostWatch
+from worker.images.conversation import ImageInputs
 from worker.jobs import chat, count
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron

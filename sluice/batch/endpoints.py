@@ -129,14 +129,24 @@ class _Messages(Endpoint):
         return f"lines for {self.url} need pydantic; install mlx-sluice[cli]"
 
     def as_job(self, body: LineBody) -> dict[str, Any]:
-        from sluice.interfaces.messages.line import as_job
+        from sluice.interfaces.messages import committed
+        from sluice.interfaces.messages.request import read_message
 
-        return as_job(body)
+        read, _ = committed.messages(dict(body))
+        _, job = read_message(read)
+        return job
 
     def answer(self, body: LineBody, job_id: str, result: bytes) -> bytes:
-        from sluice.interfaces.messages.line import answer
+        from sluice.interfaces.completion import events_of
+        from sluice.interfaces.messages import committed
+        from sluice.interfaces.messages.request import read_message
+        from sluice.interfaces.messages.stream import MessageStream, whole_message
 
-        return _written(answer(body, {**json.loads(result), "id": _message_id(job_id)}))
+        read, ignored = committed.messages(dict(body))
+        message, _ = read_message(read)
+        stream = MessageStream(omit_thinking=message.omits_thinking, ignored=ignored)
+        completion = {**json.loads(result), "id": _message_id(job_id)}
+        return _written(whole_message(each for event in events_of(completion) for each in stream.events(event)))
 
     def error(self, error: SluiceError | ApiError, job_id: str) -> tuple[int, Mapping[str, Any]]:
         told = error if isinstance(error, ApiError) else from_client(error)

@@ -8,16 +8,19 @@ import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from sluice.batch.lines import custom_id_digest
 from sluice.batch.outcomes import ANSWERS, OutcomeTally, details_of_line, is_better
 from sluice.batch.source import kept_path, parse_window
-from sluice.contract.batch import Batch, BatchState, LineDetails, retry_of
+from sluice.contract.batch import Batch, LineDetails, retry_of
+from sluice.contract.events import check_of
 from sluice.errors import BatchRefused, BatchTaken
+
+_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # for what no run wrote
 
 
 class _AppendOnlyFile:
@@ -141,7 +144,7 @@ class _KeptOutcomes:
         for number, raw in enumerate(self._file.raw_lines() if self._file else (), 1):
             try:
                 self._load(raw, offset)
-            except (ValueError, KeyError, TypeError):
+            except _FOREIGN:
                 self.close()
                 raise BatchRefused(f"line {number:,} of {path} was not written by a run") from None
             offset += len(raw)
@@ -180,9 +183,13 @@ class _KeptOutcomes:
         best = details, offset, len(raw)
         if (before := self._lines.get(digest)) and is_better(before.best, details):
             best = before.best, before.offset, before.length
-        self._lines[digest] = KeptLine(record["retry"], record["mends"], record["changes"], details, *best)
-        if response := line["response"]:
-            self.outcomes.append((response["request_id"], details))
+        kept = KeptLine(record["retry"], record["mends"], record["changes"], details, *best)
+        job_id = (line["response"] or {}).get("request_id", "")
+        if not (check_of(KeptLine)(kept) and isinstance(job_id, str)):
+            raise TypeError
+        self._lines[digest] = kept
+        if job_id:
+            self.outcomes.append((job_id, details))
 
 
 _LINE = b',"line":'  # in the JSON before it, a quote within a string has a backslash
@@ -265,12 +272,12 @@ class ResultFiles:
 
     def _load(self, file: _AppendOnlyFile) -> None:
         for number, raw in enumerate(file.raw_lines(), 1):
-            match _read(raw):
-                case {"id": str(), "custom_id": str(custom_id)} as line:
-                    self.done.add(custom_id_digest(custom_id))
-                    self.counts.add(line)
-                case _:
-                    raise BatchRefused(f"line {number:,} of {file.path} was not written by a run")
+            try:
+                line = json.loads(raw)
+                self.done.add(custom_id_digest(line["custom_id"]))
+                self.counts.add(line)
+            except _FOREIGN:
+                raise BatchRefused(f"line {number:,} of {file.path} was not written by a run") from None
 
 
 def take_back(output: Path, errors: Path, kinds: Collection[str]) -> None:
@@ -294,13 +301,6 @@ def take_back(output: Path, errors: Path, kinds: Collection[str]) -> None:
             rest.replace(path)
     if errors.exists() and not errors.stat().st_size:
         errors.unlink()
-
-
-def _read(raw: bytes) -> Any:
-    try:
-        return json.loads(raw)
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +333,10 @@ class StateFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and release its lock."""
         self._file.close()
 
     def load(self) -> RunState | None:
@@ -341,7 +345,7 @@ class StateFile:
             return None
         try:
             return _parse(self._lines[-1])
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except _FOREIGN:
             raise BatchRefused(f"{self._file.path} already exists, and was not written by a run") from None
 
     def remove(self) -> None:
@@ -368,7 +372,7 @@ def read_state(path: Path) -> RunState | None:
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     try:
         return _parse(complete.rpartition(b"\n")[2])
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _FOREIGN:
         return None
 
 
@@ -378,22 +382,10 @@ def _parse(raw: bytes) -> RunState:
     earlier_s, remote = stored.get("earlier_s", 0.0), stored.get("remote", "")
     state = RunState(batch, stored["sha256"], stored["models"], rerun, earlier_s, remote)
     if not remote:  # else the status is another server's
-        _check(state)
+        parse_window(batch.completion_window)
+        if not check_of(RunState)(state):
+            raise TypeError
     return state
-
-
-def _check(state: RunState) -> None:
-    """Raise TypeError, ValueError or AttributeError for a state that a person wrote, if feeding the run would."""
-    batch, details = state.batch, state.batch.sluice
-    times = [getattr(of, each.name) for of in (batch, details) for each in fields(of) if each.name.endswith("_at")]
-    numbers = (batch.created_at, details.priority, state.earlier_s, *details.retry.values(), *filter(None, times))
-    numbers += (details.not_before or 0, details.output_expires_s or 0)
-    texts = (batch.id, state.sha256, *state.rerun, *state.models, *state.models.values())
-    texts += (*(details.allowed_models or ()), details.tenant or "", details.input_file or "")
-    right = (*(isinstance(each, int | float) for each in numbers), *(isinstance(each, str) for each in texts))
-    parse_window(batch.completion_window)
-    if not all(right) or batch.status not in get_args(BatchState):
-        raise TypeError
 
 
 def _compact(value: Any) -> str:

@@ -6,8 +6,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -76,9 +76,9 @@ def run_paths(run_dir: Path) -> RunPaths:
 
 
 async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunOptions) -> Batch:
-    """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
-    also if the folder does not exist, since its name may be misspelt, or `ServerUnreachable` if the status cannot be
-    stored. A run of this id that is there already stays as it is.
+    """Copy a file into the inbox, where it appears only when complete, and return the run's status. Raises OSError,
+    also if the folder does not exist, since its name may be misspelt, `ServerUnreachable` if the status cannot be
+    stored, or `BatchTaken` if another process is submitting this run. One that is there already stays as it is.
 
     The run's first state, which holds the options, is beside the file before the file appears: without its file it is
     nothing, and a feeder moves it first."""
@@ -89,13 +89,15 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunO
         raise NotADirectoryError(errno.ENOTDIR, missing, str(folder.root))
     folder.make()
     state = RunState(new_batch(run_paths(folder.running / options.id), options), "", options.models or {})
-    if (folder.inbox / f"{options.id}.jsonl").exists() or folder.has(options.id):
-        return state.batch
-    with _Handover(folder, state) as handover:
-        await asyncio.to_thread(handover.prepare, file, _copy)
-        await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(state.batch))
-        handover.complete()
-    return state.batch
+    if not _is_there(folder, options.id):
+        with _Handover(folder, state) as handover:
+            if not _is_there(folder, options.id):  # another was not faster
+                await asyncio.to_thread(handover.prepare, file, _copy)
+                await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(state.batch))
+                handover.complete()
+                return state.batch
+    known = await asyncio.to_thread(find_run, folder, options.id)
+    return known.batch if known else state.batch
 
 
 def place_run(folder: RunFolder, state: RunState, file: Path) -> None:
@@ -107,32 +109,41 @@ def place_run(folder: RunFolder, state: RunState, file: Path) -> None:
         handover.complete()
 
 
+def _is_there(folder: RunFolder, run_id: str) -> bool:
+    return (folder.inbox / f"{run_id}.jsonl").exists() or folder.has(run_id)
+
+
 class _Handover:
-    """The files of a run on their way into the inbox. They are removed at the end unless `complete` was called."""
+    """The files of a run on their way into the inbox. They are removed at the end unless `complete` was called. The
+    lock of its state excludes others that hand the same run over."""
 
     def __init__(self, folder: RunFolder, state: RunState) -> None:
+        """Raises OSError, or `BatchTaken` if another process hands this run over."""
         self._partial = folder.inbox / f".{state.batch.id}.part"
         self._waiting = folder.inbox / f"{state.batch.id}.jsonl"
         self._state, self._state_path = state, self._waiting.with_suffix(".run")
-        self._undo = ExitStack()
+        try:
+            self._saved = StateFile(self._state_path)
+        except BatchTaken:
+            problem = "another command is submitting it at this moment, so this one did nothing"
+            raise BatchTaken(f"{state.batch.id}: {problem}") from None
 
     def __enter__(self) -> Self:
-        for path in (self._partial, self._state_path):
-            self._undo.callback(path.unlink, missing_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._undo.close()
+        if not self._waiting.exists():
+            self._partial.unlink(missing_ok=True)
+            self._state_path.unlink(missing_ok=True)
+        self._saved.close()
 
     def prepare(self, file: Path, put: Callable[[Path, Path], None]) -> None:
         self._partial.unlink(missing_ok=True)  # of a process that died while it handed the same run over
         put(file, self._partial)
-        with StateFile(self._state_path) as saved:
-            saved.save(self._state)
+        self._saved.save(self._state)
 
     def complete(self) -> None:
         self._partial.rename(self._waiting)
-        self._undo.pop_all()
 
 
 def find_run(folder: RunFolder, run_id: str) -> RunState | None:
@@ -191,16 +202,18 @@ async def feed_runs(
     hours: OpenHours | None = None,
     takes: asyncio.Event | None = None,
     clock: Callable[[], float] = time.time,
+    look_s: float = 5.0,
 ) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
     feeds, by priority, then the oldest first, and several `at_once`: one for a model without a worker does not delay
-    the others. Return when they have ended. `takes` starts another pass with the files of the inbox when it is set.
+    the others. Return when they have ended. `takes` starts another pass with the files of the inbox when it is set. A
+    run whose cancellation is requested is ended in any case, and does not wait for its turn.
 
     All files are moved out of the inbox before the first run, so that another feeder can resume them if this process
     dies. `models` is the mapping for new runs; a resumed run keeps its own. `redis_of`: as for `run_batch`; `hours`: of
-    the workers' offline jobs, for the estimated ends; `clock`: Unix seconds, for `not_before`. A run that an error of
-    the server or of a file interrupts stays in `running` for the next pass. Raises OSError if the folder cannot be read
-    or written.
+    the workers' offline jobs, for the estimated ends; `clock`: Unix seconds, for `not_before`; `look_s`: between looks
+    for requests to cancel runs that wait. A run that an error of the server or of a file interrupts stays in `running`
+    for the next pass. Raises OSError if the folder cannot be read or written.
     """
     folder.make()
     redis_of, takes = redis_of or (lambda model: redis), takes or asyncio.Event()
@@ -214,8 +227,11 @@ async def feed_runs(
                 takes.clear()
                 await _take_all(redis, folder, clock())
                 take, tried = False, set(feeding)
-            waiting = [] if len(feeding) >= at_once else _by_priority(folder, tried, priorities)
-            for run_dir in waiting[: at_once - len(feeding)]:
+            await _take_cancelled(redis, folder)
+            waiting = _by_priority(folder, tried, priorities)
+            first = waiting[: max(at_once - len(feeding), 0)]
+            cancelled = await _cancelled(redis, [run_dir.name for run_dir in waiting[len(first) :]])
+            for run_dir in [*first, *(folder.running / run_id for run_id in cancelled[:at_once])]:
                 tried.add(run_dir)
                 feeding[run_dir] = group.create_task(
                     _resume(redis, redis_of, folder, run_dir, options, precedence.held)
@@ -223,7 +239,7 @@ async def feed_runs(
             if not feeding:
                 return
             taking = group.create_task(_wait(takes))
-            await asyncio.wait([taking, *feeding.values()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([taking, *feeding.values()], timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
             taking.cancel()
             feeding = {run_dir: task for run_dir, task in feeding.items() if not task.done()}
 
@@ -263,21 +279,15 @@ class _Precedence:
                 self._runs = await self._read()
         own = batch.sluice
         first = (each.sluice for each in self._runs if each.sluice.priority > own.priority)
-        return {model for each in first if each.tenant == own.tenant for model in each.models}
+        left = [item for each in first if each.tenant == own.tenant for item in each.left.items()]
+        return {model for model, lines in left if lines > WINDOW}
 
     async def _read(self) -> list[Batch]:
         ids = [file.parent.name for file in self._folder.running.glob("*/input.jsonl")]
         if len(ids) < 2:
             return []
         runs = await self._registry.read_all([keys.batch(id).encode() for id in ids])
-        return [
-            run for run in runs if run.status == "in_progress" and run.sluice.paused_at is None and _left(run) > WINDOW
-        ]
-
-
-def _left(run: Batch) -> int:
-    counts = run.request_counts
-    return counts.total - counts.completed - counts.failed
+        return [run for run in runs if run.status == "in_progress" and run.sluice.paused_at is None]
 
 
 async def _take_all(redis: Redis, folder: RunFolder, now: float) -> None:
@@ -289,15 +299,29 @@ async def _take_all(redis: Redis, folder: RunFolder, now: float) -> None:
 
 
 async def _is_due(redis: Redis, file: Path, now: float) -> bool:
-    """Return False for a file that waits for its `not_before`; one that is cancelled does not."""
+    """Return False for a file that waits for its `not_before`."""
     not_before = _details(file.with_suffix(".run")).not_before
     if not_before is None or not_before <= now:
         return True
-    registry = BatchRegistry(redis)
     with suppress(RedisError, OSError):
-        await registry.touch(file.stem)  # it may wait for longer than a status is kept
-        return await registry.is_cancel_requested(file.stem)
+        await BatchRegistry(redis).touch(file.stem)  # it may wait for longer than a status is kept
     return False
+
+
+async def _take_cancelled(redis: Redis, folder: RunFolder) -> None:
+    """Take the runs of the inbox whose cancellation is requested."""
+    files = [file for file in folder.inbox.glob("batch_*.jsonl") if is_run_id(file.stem) and not file.is_symlink()]
+    for run_id in await _cancelled(redis, [file.stem for file in files]):
+        if not folder.has(run_id):  # else the request is for that one
+            _take(folder, folder.inbox / f"{run_id}.jsonl")
+
+
+async def _cancelled(redis: Redis, run_ids: Sequence[str]) -> list[str]:
+    """Return the runs whose cancellation is requested; none if the server does not answer."""
+    with suppress(RedisError, OSError, TimeoutError):
+        async with asyncio.timeout(2.0):
+            return list(await BatchRegistry(redis).cancels_requested_at(run_ids))
+    return []
 
 
 async def _resume(

@@ -189,11 +189,9 @@ _CHECKS: Mapping[str, Callable[[object], None]] = {
 
 
 def _served_name(named_model: object, models: Models) -> str:
-    if named_model is None:
-        return models.get("*", keys.DEFAULT_MODEL)
-    if not isinstance(named_model, str):
+    if not isinstance(named_model, str | None):
         raise BadLine("invalid_model", f"body.model must be a string, not {_quoted(named_model)}", "body.model")
-    name = mapped_name(named_model, models)
+    name = models.get("*", keys.DEFAULT_MODEL) if named_model is None else mapped_name(named_model, models)
     try:
         keys.check_model_name(name)
     except ValueError:

@@ -17,7 +17,7 @@ from sluice.contract.batch import (
     SlowLine,
     is_retry,
 )
-from sluice.contract.events import parse_as
+from sluice.contract.events import check_of, parse_as
 
 KINDS: tuple[OutcomeKind, ...] = get_args(OutcomeKind)  # the best first
 TO_RETRY: tuple[OutcomeKind, ...] = ("invalid", "cut", "failed", "refused")
@@ -47,7 +47,7 @@ def details_of(result: Mapping[str, Any], *, wants_json: bool = False) -> LineDe
     seconds = begun_s + _number(timings.get("decode_s"))
     return LineDetails(
         kind=_kind(choice, wants_json),
-        finish_reason=choice.get("finish_reason"),
+        finish_reason=reason if check_of(str)(reason := choice.get("finish_reason")) else None,
         seconds=round(seconds, 6),
         machine_s=round(seconds / max(_number(ours.get("rows_mean")), 1.0), 6),
         input_tokens=int(_number(usage.get("prompt_tokens"))),
@@ -72,10 +72,14 @@ def _number(value: Any) -> float:
 
 
 def details_of_line(line: Mapping[str, Any]) -> LineDetails:
-    """Return the details in a line of a result file; of one from an earlier version they are read from the body."""
+    """Return the details in a line of a result file; of one from an earlier version they are read from the body. Raises
+    TypeError for details that no run wrote."""
     match line:
-        case {"sluice": {"kind": str(kind)} as details} if kind in KINDS:
-            return parse_as(LineDetails, details)
+        case {"sluice": {"kind": str(kind)} as found} if kind in KINDS:
+            details = parse_as(LineDetails, found)
+            if not check_of(LineDetails)(details):
+                raise TypeError
+            return details
         case {"error": {"code": str(code)}, "response": {"body": dict(body)}} if code == NOT_JSON:
             return replace(details_of(body), kind="invalid")
         case {"error": None, "response": {"body": dict(body)}}:

@@ -13,6 +13,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from sluice.cancellation import Cancellation
 from sluice.contract import keys
 from sluice.contract.batch import Batch
+from sluice.contract.events import check_of
 from sluice.contract.scripts import source
 from sluice.errors import QueueFull, ServerFull, UnknownBatch
 from sluice.presence import Workers
@@ -107,6 +108,10 @@ class BatchRegistry:
         """Request the cancellation of a run. Its feeder checks for such requests, as does one that resumes it."""
         await self._redis.set(keys.batch_cancel(batch_id), "1", ex=_STATUS_TTL_S)
 
+    async def forget_cancel(self, batch_id: str) -> None:
+        """Forget a request that came too late: the run had ended."""
+        await self._redis.delete(keys.batch_cancel(batch_id))
+
     async def cancels_requested_at(self, batch_ids: Sequence[str]) -> dict[str, float]:
         """Return when the cancellation of these runs was requested, of those for which it was."""
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -142,20 +147,7 @@ def _read_known(raw: Any, left_ms: int) -> Batch | None:
         batch = _read(raw, left_ms) if isinstance(raw, bytes) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return batch if batch and _is_ours(batch) else None
-
-
-def _is_ours(batch: Batch) -> bool:
-    """Return True if what is listed of a run has the types that feeders write."""
-    counts = batch.request_counts
-    texts = (batch.id, batch.status, batch.input_file_id)
-    numbers = (batch.created_at, counts.total, counts.completed, counts.failed, batch.sluice.cut_off)
-    paused = batch.sluice.paused_at
-    return (
-        all(isinstance(each, str) for each in texts)
-        and all(type(each) is int and 0 <= each < 1e12 for each in numbers)
-        and (paused is None or (isinstance(paused, int | float) and 0 <= paused < 1e12))
-    )
+    return batch if check_of(Batch)(batch) else None
 
 
 RedisOf = Callable[[str], Redis]  # the server of a model's jobs

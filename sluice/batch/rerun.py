@@ -58,7 +58,10 @@ async def rerun_lines(
         with Source(paths.input, {}) as source:
             if await asyncio.to_thread(source.sha256) != saved.sha256:
                 raise BatchRefused(f"{paths.input} is not the file that {batch.id} was started with")
-        new = to_run_again(saved, kinds, options.retry) if batch.ended else saved
+        new = saved
+        if batch.ended:
+            new, registry = to_run_again(saved, kinds, options.retry), BatchRegistry(redis)
+            await endless_retries(redis).run(lambda: registry.forget_cancel(batch.id))
         if _is_of_folder(state_path):
             return await _hand_to_folder(redis, state_path.parent, state, new)
         state.save(new)

@@ -295,6 +295,7 @@ class Run:
         self._counts: _LineCounts | None = None  # once the input has been read
         self._pace = Pace(options.hours)
         self._ends_at: int | None = None
+        self._left: Mapping[str, int] = {}
         self._put_at = 0.0
 
     async def run_to_end(self) -> Batch:
@@ -410,6 +411,7 @@ class Run:
         if action is RunAction.FEED:
             event = await self._until_event(dispatcher)
             self._ends_at = None
+            self._left = {}
             return event
         await dispatcher.end(*_EARLY_ENDINGS[action])
         return RunEvent.LINES_CLOSED
@@ -422,16 +424,17 @@ class Run:
             if expires_at and time.time() >= expires_at:
                 return RunEvent.WINDOW_OVER
             wait_s = await dispatcher.step(await self._held(self._saved.batch))
-            now, left = time.time(), dispatcher.left()
-            self._pace.add(now, left)
-            self._ends_at = self._pace.end(now, left)
+            now, self._left = time.time(), dispatcher.left()
+            self._pace.add(now, self._left)
+            self._ends_at = self._pace.end(now, self._left)
             await self._report(self._status())
             await asyncio.sleep(wait_s)
         return RunEvent.LINES_DONE
 
     def _status(self) -> Batch:
         """Return the saved status with the present counts."""
-        return self._counts.added_to(self._saved.batch, self._ends_at) if self._counts else self._saved.batch
+        batch = self._saved.batch
+        return self._counts.added_to(batch, self._ends_at, self._left) if self._counts else batch
 
     def _in_state(self, state: BatchState) -> Batch:
         """Return the present status in this state. The time at which a state was entered is kept on resuming."""
@@ -467,8 +470,8 @@ class _LineCounts:
     models: Counter[str]  # number of lines by served model
     since: float  # when the first line was queued, in Unix seconds; later by the time between the end and a rerun
 
-    def added_to(self, batch: Batch, ends_at: int | None) -> Batch:
-        """Return the status with the present counts."""
+    def added_to(self, batch: Batch, ends_at: int | None, left: Mapping[str, int]) -> Batch:
+        """Return the status with the present counts. `left`: unfinished lines by model."""
         counts = self.results.counts
         return replace(
             batch,
@@ -487,5 +490,6 @@ class _LineCounts:
                 kinds=counts.kinds,
                 slowest=counts.slowest,
                 estimated_end_at=ends_at,
+                left={model: lines for model, lines in left.items() if lines},
             ),
         )

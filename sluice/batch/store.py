@@ -218,8 +218,7 @@ class FileStore:
                 if name.endswith((".part", ".gone")):
                     _remove_if_dead(home, home / name)
                 elif _UPLOAD_ID.fullmatch(name):
-                    if time.time() >= Upload(home / name, "", 0, 0).expires_at:
-                        shutil.rmtree(home / name, ignore_errors=True)
+                    _remove_if_expired(Upload(home / name, "", 0, 0))
                 elif (file := _about(home / name)) is not None and (file.has_expired or self._is_orphan(file)):
                     self._remove(home, file)
 
@@ -391,6 +390,13 @@ def _length(path: Path) -> int:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return 0
+
+
+def _remove_if_expired(upload: Upload) -> None:
+    if time.time() >= upload.expires_at:
+        with suppress(FileNotFoundError), upload.locked() as is_mine:  # another process was faster
+            if is_mine:  # else a request that came in time joins its parts
+                shutil.rmtree(upload.folder, ignore_errors=True)
 
 
 def _remove_if_dead(home: Path, folder: Path) -> None:

@@ -1,17 +1,15 @@
-"""Records jobs from the keys that every job has. It only reads, and subscribes to no job: workers count the subscribers
-of jobs with `on_disconnect`."""
+"""Records jobs from the keys that every job has, and from what is kept of those that end while a capture runs. It
+subscribes to no job: workers count the subscribers of jobs with `on_disconnect`."""
 
 import asyncio
 import json
-import math
 import re
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from redis.exceptions import NoPermissionError
 
@@ -20,12 +18,9 @@ from sluice.client import Client
 from sluice.contract import keys
 from sluice.contract.events import FINAL
 from sluice.contract.keys import JobFunction, Lane
-from sluice.contract.scripts import read_lua
 from sluice.errors import UnknownJob
-from sluice.streaming import Hub
 from sluice.transport import raise_outage
 
-_POLL_S = 0.05  # for jobs of producers that wake no worker
 _PAGE = 1000  # ids of a lane in one read
 _MAX_JOBS = 1000  # followed at once, whose requests are held
 # Fields of a job's hash that are not in its request, its events or its result.
@@ -46,7 +41,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """A job that has not ended, of the server of `client`, and its body."""
+    """A job that is recorded at its end, of the server of `client`, and its body."""
 
     id: str
     model: str
@@ -56,78 +51,83 @@ class _Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A job in a queue, with the tenant that our submit stores; its body is empty if it has just ended."""
+class _Submitted:
+    """A job that was submitted, with the tenant that our submit stores."""
 
     followed: _Followed
     tenant: str
 
 
 class _Queues:
-    """Finds the jobs of a model that were submitted since `begin`, each once."""
+    """Finds the jobs of a model that are submitted from `begin` on: in its queues, each once, and those that have just
+    ended, whose bodies the scripts that end jobs keep while this goes on."""
 
     def __init__(self, client: Client, model: str) -> None:
         self._client, self._model = client, model
         self._keys = [keys.queue(model, lane) for lane in keys.LANES]
-        self._script = client.redis.register_script(read_lua("sluice.capture", "waiting"))
-        self._began_ms = self._cursor_ms = self._latest_ms = 0.0
-        self._seen = dict[str, float]()  # scores of the jobs that were returned, by id
+        self._began_ms = self._cursor_ms = self._ended_ms = 0.0
+        self._seen = dict[str, float]()  # scores of the jobs that were found in the queues, by id
+        self._last = set[bytes]()  # jobs that were found to have ended last, in the same millisecond
 
     async def begin(self) -> None:
-        """Ask the server for its time."""
-        ((seconds, micros),) = await _send(self._client, [("TIME",)])
-        self._began_ms = self._cursor_ms = self._latest_ms = int(seconds) * 1000 + int(micros) // 1000
+        """Ask for bodies of jobs that end, and the server for its time."""
+        _, (seconds, micros) = await _send(self._client, [self._ask, ("TIME",)])
+        self._began_ms = self._cursor_ms = self._ended_ms = int(seconds) * 1000 + int(micros) // 1000
 
-    async def just_submitted(self) -> list[_Waiting]:
-        """Return jobs of producers that use the server's clock, with their bodies, in one round trip: a worker may
-        refuse them in the next milliseconds."""
-        known = [each for each, score in self._seen.items() if score >= self._latest_ms]
-        call = partial(self._script, keys=self._keys, args=[self._latest_ms, *known])
-        found = await self._client.retries.run_until_answered(call)
-        return self._new([(int(at) - 1, *rest) for at, *rest in found])
+    @property
+    def _ask(self) -> tuple[Any, ...]:
+        """The command that asks for bodies of jobs that end: for longer than a look takes."""
+        return ("SET", keys.capture(self._model), "1", "PX", 10_000)
 
-    async def submitted(self) -> list[_Waiting]:
-        """Return all jobs, also of producers whose clock is up to two seconds late."""
+    async def submitted(self) -> AsyncGenerator[list[_Submitted]]:
+        """Yield the jobs in the queues, also those of producers whose clock is up to two seconds late."""
         from_ms = max(self._began_ms, self._cursor_ms - 2000)
         ranges = [("ZRANGEBYSCORE", key, from_ms, "+inf", "WITHSCORES", "LIMIT", 0, _PAGE) for key in self._keys]
-        (seconds, micros), *pages = await _send(self._client, [("TIME",), *ranges])
+        _, (seconds, micros), *pages = await _send(self._client, [self._ask, ("TIME",), *ranges])
         now_ms = self._cursor_ms = int(seconds) * 1000 + int(micros) / 1000
-        new = list[tuple[int, bytes, float]]()
-        for at, page in enumerate(pages):
+        new = dict[str, Lane]()
+        for lane, page in zip(keys.LANES, pages, strict=True):
             scored = [] if isinstance(page, Exception) else _pairs(page)
             if len(scored) == _PAGE:
                 self._cursor_ms = min(self._cursor_ms, scored[-1][1] + 2000)
-            # A score beyond is of a job for then.
-            new += [
-                (at, each, score)
-                for each, score in scored
-                if score <= now_ms + 2000 and keys.is_job_id(_text(each)) and _text(each) not in self._seen
-            ]
-        jobs = list[_Waiting]()
-        for start in range(0, len(new), 16):  # bodies of at most 16 MB each
-            some = new[start : start + 16]
-            reads = [("GET", keys.body(_text(each))) for _, each, _ in some]
-            tenants = [("HGET", keys.job(_text(each)), "tenant") for _, each, _ in some]
+            for each, score in scored:
+                # A score beyond is of a job for then.
+                if score <= now_ms + 2000 and keys.is_job_id(_text(each)) and _text(each) not in self._seen:
+                    new[_text(each)] = lane
+                    self._seen[_text(each)] = score
+        async for jobs in self._read(new, keys.body):
+            yield [each for each in jobs if each.followed.body]  # one without has just ended
+        self._seen = {each: score for each, score in self._seen.items() if score >= self._cursor_ms - 10_000}
+
+    async def ended(self) -> AsyncGenerator[list[_Submitted]]:
+        """Yield the jobs that have ended since the last call."""
+        range_of = ("ZRANGEBYSCORE", keys.captured(self._model), self._ended_ms, "+inf", "WITHSCORES", "LIMIT", 0)
+        (page,) = await _send(self._client, [(*range_of, _PAGE)])
+        found, ended = [] if isinstance(page, Exception) else _pairs(page), dict[str, Lane]()
+        for member in [each for each, _ in found if each not in self._last]:
+            lane, _, job_id = _text(member)[15:].partition(":")
+            if keys.is_job_id(job_id) and member[:15].isdigit() and int(member[:15]) >= self._began_ms:
+                ended[job_id] = "batch" if lane == "batch" else "interactive"
+        if found:
+            self._ended_ms = found[-1][1]
+            self._last = {each for each, score in found if score == self._ended_ms}
+        async for jobs in self._read(ended, partial(keys.captured, self._model)):
+            yield jobs
+
+    async def _read(self, jobs: Mapping[str, Lane], body_key: Callable[[str], str]) -> AsyncGenerator[list[_Submitted]]:
+        for start in range(0, len(jobs), 16):  # bodies of at most 16 MB each
+            some = list(jobs.items())[start : start + 16]
+            reads = [("GET", body_key(each)) for each, _ in some]
+            tenants = [("HGET", keys.job(each), "tenant") for each, _ in some]
             answers = await _send(self._client, [*reads, *tenants])
             parts = zip(some, answers[: len(some)], answers[len(some) :], strict=True)
-            jobs += self._new([(*each, body, tenant) for each, body, tenant in parts], now_ms)
-        self._seen = {each: score for each, score in self._seen.items() if score >= self._cursor_ms - 10_000}
-        return jobs
-
-    def _new(self, found: Sequence[tuple[Any, ...]], now_ms: float = math.inf) -> list[_Waiting]:
-        """Return the jobs that were not returned before. `found`: of each the index of its queue, id, score, body and
-        tenant. A job whose score is later than `now_ms` was scheduled."""
-        new = list[_Waiting]()
-        for at, job_id, score, body, tenant in found:
-            name = _text(job_id)
-            if name not in self._seen and keys.is_job_id(name):
-                self._seen[name] = float(score)
-                self._latest_ms = max(self._latest_ms, min(float(score), now_ms))
-                followed = _Followed(
-                    name, self._model, keys.LANES[at], body if isinstance(body, bytes) else b"", self._client
+            yield [
+                _Submitted(
+                    _Followed(each, self._model, lane, body if isinstance(body, bytes) else b"", self._client),
+                    _text(tenant),
                 )
-                new.append(_Waiting(followed, _text(tenant)))
-        return new
+                for (each, lane), body, tenant in parts
+            ]
 
 
 class Recorder:
@@ -136,8 +136,10 @@ class Recorder:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._followed = dict[str, _Followed]()
+        self._recorded = set[str]()  # of the next jobs
+        self._look: Callable[[], Awaitable[None]] | None = None  # follows what was submitted since the last time
         self._workers = dict[str, dict[str, Any]]()
-        self.skipped = 0  # jobs that ended, or began while too many were followed, before they could be read
+        self.skipped = 0  # jobs that came while too many were followed
 
     @property
     def following(self) -> int:
@@ -148,39 +150,27 @@ class Recorder:
         """Yield the next jobs that are submitted, each at its end. Ends after `count` jobs. An outage is waited out.
         Raises as redis-py."""
         client, recorded = self._client.of_model(wanted.model), 0
-        queues, hub = _Queues(client, wanted.model), Hub(client.redis)
+        queues = _Queues(client, wanted.model)
         await queues.begin()
 
         def room() -> int:
             return _MAX_JOBS if wanted.failed_only else count - recorded
 
-        # A task of its own: jobs come and go while ends are read.
-        woken, looked_at = asyncio.create_task(self._follow_woken(hub, queues, wanted, room)), 0.0
-        try:
-            while not woken.done():
-                if self.following < room():
-                    self._follow(await queues.submitted(), wanted, room())
-                interval_s = max(0.2, self.following / 1000)  # for some 2,000 commands a second at most
-                if time.monotonic() - looked_at < interval_s:
-                    await asyncio.wait([woken], timeout=_POLL_S)
-                    continue
-                looked_at = time.monotonic()
-                async for job in self._ended(failed_only=wanted.failed_only):
-                    recorded += 1
-                    yield job
-                    if recorded == count:
-                        return
-            woken.result()
-        finally:
-            woken.cancel()
-            await asyncio.wait([woken])
-            await hub.aclose()
+        async def look() -> None:
+            for found in (queues.submitted(), queues.ended()):
+                async for jobs in found:
+                    self._follow(jobs, wanted, room())
 
-    async def _follow_woken(self, hub: Hub, queues: _Queues, wanted: Wanted, room: Callable[[], int]) -> NoReturn:
-        async with hub.listen(keys.wake(wanted.model)) as wake:
-            while True:
-                if await wake.take(60.0) and self.following < room():
-                    self._follow(await queues.just_submitted(), wanted, room())
+        self._look = look
+        while True:
+            await look()
+            async for job in self._ended(failed_only=wanted.failed_only):
+                recorded += 1
+                self._recorded.add(job.id)
+                yield job
+                if recorded == count:
+                    return
+            await asyncio.sleep(max(0.2, self.following / 1000))  # for some 2,000 commands a second at most
 
     async def record_known(self, job_ids: Sequence[str]) -> AsyncGenerator[CapturedJob]:
         """Yield these jobs, each at its end. Raises `UnknownJob`, and as redis-py."""
@@ -195,17 +185,21 @@ class Recorder:
 
     async def record_unfinished(self) -> list[CapturedJob]:
         """Return the jobs that have not ended, with their events so far."""
+        if self._look:
+            await self._look()
         followed = list(self._followed.values())
         self._followed.clear()
         return [await self._read(each) for each in followed]
 
-    def _follow(self, jobs: Sequence[_Waiting], wanted: Wanted, room: int) -> None:
+    def _follow(self, jobs: Sequence[_Submitted], wanted: Wanted, room: int) -> None:
         """Follow the wanted ones of these jobs, as long as there is room for them."""
         held = sum(len(each.body) for each in self._followed.values())
         for job in jobs:
             if job.tenant and wanted.tenant not in (None, job.tenant):
                 continue
-            if not job.followed.body or held > 256_000_000 or self.following >= _MAX_JOBS:
+            if job.followed.id in self._followed or job.followed.id in self._recorded:
+                continue
+            if held > 256_000_000 or self.following >= _MAX_JOBS:
                 self.skipped += 1
             elif self.following < room and wanted.tenant in (None, job.tenant or _tenant(job.followed.body)):
                 self._followed[job.followed.id] = job.followed

@@ -14,6 +14,8 @@ from sluice.client import Client
 from sluice.errors import CancelNotStored, NoWorker, SluiceError
 from sluice.interfaces.embeddings import vectors_of
 
+_LATE = "failed (deadline:"
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -29,8 +31,8 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """False for a job that had not ended, or was cancelled: a new answer may go on."""
-        return self.ending is not None and not self.ending.startswith("cancelled")
+        """False for a job that had not ended, was cancelled, or reached its deadline: a new answer may go on."""
+        return self.ending is not None and not self.ending.startswith(("cancelled", _LATE))
 
     @classmethod
     def of(cls, events: Sequence[dict[str, Any]], result: dict[str, Any] | None) -> Self:
@@ -86,6 +88,9 @@ def to_submit(job: CapturedJob, model: str | None) -> dict[str, Any] | str:
     request = dict(job.request)
     if job.function == "chat" and request.get("seed") is None and begun and isinstance(begun[-1].get("seed"), int):
         request["seed"] = begun[-1]["seed"]
+    ending = _ending([*job.events[-1:], job.result or {}]) or ""
+    if not ending.startswith("failed") or ending.startswith(_LATE):
+        request.pop("deadline_s", None)  # an answer does not depend on it, unless it is refused for it
     if request.get("model") is not None:
         request["model"] = model or job.model
     return request

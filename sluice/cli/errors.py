@@ -1,5 +1,6 @@
 """Errors that the user can fix, with the remedy in the message."""
 
+import logging
 import math
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +27,9 @@ from sluice.mapped import open_client
 from sluice.transport import connect, wrong_credentials
 
 INSTALL = "in a checkout of Sluice, run ./scripts/setup worker,server"  # worker, gateway, embedded server
+
+# A command without a log of its own names the servers that do not answer once, at its end.
+logging.getLogger("sluice.client").addHandler(logging.NullHandler())
 
 _START_HINT = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url selects another."
 _ACL_HINT = "docs/operations.md has its line under Users, for all commands: ACL SETUSER operator."

@@ -187,6 +187,8 @@ class BatchDetails:
     """Lines of its folder's runs with a higher one are queued first, of the same tenant and model."""
     estimated_end_at: int | None = None
     """By the lines that ended in the last ten minutes; null if none did, or unless in_progress."""
+    left: dict[str, int] = field(default_factory=dict)
+    """Number of unfinished lines by served model; empty unless in_progress."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})

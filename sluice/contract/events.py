@@ -4,10 +4,12 @@ The JSON Schema is made of these classes: the text below a field describes it th
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
@@ -15,6 +17,7 @@ ProgressPhase = Literal["waiting", "loading", "encoding", "scoring", "prefill"]
 FinalType = Literal["finished", "failed", "cancelled"]
 FINAL: tuple[FinalType, ...] = get_args(FinalType)
 COUNT: dict[str, Any] = {"ge": 0}  # of a field: its least value
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _says(text: str) -> dict[str, Any]:
@@ -236,6 +239,36 @@ def parse_counts(cls: type[D], values: Mapping[str, Any]) -> D:
     """Create a `cls` from a mapping, dropping unknown fields. A count that is absent is 0."""
     absent = {each.name: 0 for each in fields(cls) if each.default is MISSING}  # type: ignore[arg-type]
     return parse_as(cls, {**absent, **values})
+
+
+@cache
+def check_of(kind: Any) -> Callable[[Any], bool]:
+    """Return a check of the values of a dataclass or of one of its fields, which a person or any client may have
+    written: True for those of its types, whose texts can be encoded and whose numbers may be times."""
+    origin, args = get_origin(kind), get_args(kind)
+    checks = [] if origin is Literal else [check_of(each) for each in args if each is not ...]
+    if origin is Literal:
+        return lambda value: value in args
+    if origin is types.UnionType:
+        return lambda value: any(check(value) for check in checks)
+    if origin in (list, tuple):
+        return lambda value: isinstance(value, list | tuple) and all(map(checks[0], value))
+    if origin is not None:
+        return lambda value: (
+            isinstance(value, dict) and all(map(checks[0], value)) and all(map(checks[1], value.values()))
+        )
+    if is_dataclass(kind):
+        fields_of = [(name, check_of(of)) for name, of in get_type_hints(kind).items()]
+        return lambda value: (
+            isinstance(value, cast(type, kind)) and all(check(getattr(value, name)) for name, check in fields_of)
+        )
+    if kind in (int, float):  # the longest completion window ends before 1e14
+        return lambda value: isinstance(value, int | float) and -1e14 < value < 1e14
+    if kind is Any:
+        return lambda value: True
+    if kind is str:
+        return lambda value: isinstance(value, str) and (value.isascii() or not _SURROGATE.search(value))
+    return lambda value: isinstance(value, kind)
 
 
 @cache

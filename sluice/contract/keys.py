@@ -88,6 +88,17 @@ def body(job_id: str) -> str:
     return f"arq:job:{job_id}"
 
 
+def capture(model: str) -> str:
+    """String: set while a capture of the model's jobs runs."""
+    return f"sluice:capture:{model}"
+
+
+def captured(model: str, job_id: str | None = None) -> str:
+    """Sorted set: while a capture runs, the jobs that have just ended, by the time of their end in Unix milliseconds:
+    the one of their submission in 15 digits, the lane, a colon and the id. With an id, a string: the body."""
+    return f"sluice:captured:{model}" + ("" if job_id is None else f":{job_id}")
+
+
 def cancel(job_id: str) -> str:
     """String: set while a request to cancel the job is pending."""
     return f"sluice:cancel:{job_id}"

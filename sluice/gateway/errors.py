@@ -61,9 +61,6 @@ def endpoint(handler: Handler, render: Callable[[ApiError], Response] = openai_r
     return guarded
 
 
-ANTHROPIC_ID_PREFIX = "msg_"
-
-
 def anthropic_response(error: ApiError, request_id: str) -> Response:
     """Return the HTTP response of an error in Anthropic's form."""
     headers = {**error.headers, **id_headers(request_id)}
@@ -72,7 +69,7 @@ def anthropic_response(error: ApiError, request_id: str) -> Response:
 
 def new_id() -> str:
     """Return a new id of a request in Anthropic's form, which is also that of its job."""
-    return f"{ANTHROPIC_ID_PREFIX}{uuid.uuid4().hex}"
+    return f"msg_{uuid.uuid4().hex}"
 
 
 def id_headers(request_id: str) -> dict[str, str]:

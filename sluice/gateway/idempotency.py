@@ -25,7 +25,6 @@ from sluice.interfaces.errors import ApiError
 
 logger = logging.getLogger("sluice.gateway")
 
-HEADER = "idempotency-key"
 _LIFE_S = keys.JOB_LIFE_S + keys.RESULT_TTL_S  # as long as a job may be known
 _VERSION = "1"  # of the registrations, and of the ids that follow from keys: gateways of another version refuse them
 _QUEUED = "queued"  # the last word, once the request has queued its jobs
@@ -33,7 +32,7 @@ _QUEUED = "queued"  # the last word, once the request has queued its jobs
 
 def key_of(request: Request) -> str | None:
     """Return the request's key. Raises `ApiError` for an empty or a very long one."""
-    key = request.headers.get(HEADER)
+    key = request.headers.get("idempotency-key")
     most_characters = 255
     if key is not None and not 1 <= len(key) <= most_characters:
         message = f"Idempotency-Key: it must have 1 to {most_characters} characters."

@@ -346,7 +346,7 @@ class JobSubmission:
             if body.get("model") is not None:
                 raise
             raise model_missing(await self._usable(caller)) from None
-        describe_request(function, model)
+        describe_request(model)
         lane = lane_of(body)
         if lane not in caller.lanes:
             raise ApiError(ErrorForm.LANE_NOT_ALLOWED, f"service_tier: this key may not use the lane {lane}.")

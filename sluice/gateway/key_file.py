@@ -23,8 +23,6 @@ from sluice.contract.keys import LANES, TENANT_CHARACTERS, Lane
 
 logger = logging.getLogger("sluice.gateway")
 
-SECRET_PREFIX = "sk-sluice-"  # so that scanners for leaked secrets can recognize a key
-
 Limit = Annotated[int, Field(ge=1, le=10**12)]
 Name = Annotated[str, Field(min_length=1, max_length=TENANT_CHARACTERS)]
 
@@ -95,7 +93,7 @@ def key_digest(secret: str) -> str:
 
 def new_key(**fields: Any) -> tuple[str, Key]:
     """Return a new random key, and its entry for the file. Raises ValueError, with a field that is wrong and why."""
-    secret = SECRET_PREFIX + secrets.token_urlsafe(32)
+    secret = f"sk-sluice-{secrets.token_urlsafe(32)}"  # scanners for leaked secrets can recognize it
     now = datetime.now(UTC).replace(microsecond=0)
     try:
         return secret, Key(id=f"k-{secrets.token_hex(4)}", sha256=key_digest(secret), created=now, **fields)
@@ -151,9 +149,6 @@ def _keep_owner(descriptor: int, path: Path) -> None:
         os.fchown(descriptor, path.stat().st_uid, path.stat().st_gid)
 
 
-Signature = tuple[int, int, int]  # differs whenever the file was written or replaced
-
-
 class KeyStore:
     """Finds keys. A file that becomes invalid or unreadable leaves the previous keys in force, and is logged once."""
 
@@ -201,7 +196,8 @@ def _by_digest(file: KeyFile) -> dict[str, Key]:
     return {key.sha256: key for key in file.keys}
 
 
-def _signature(path: Path) -> Signature | None:
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs whenever the file was written or replaced; None if it is not there."""
     try:
         status = path.stat()
     except OSError:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from sluice.batch.run import new_batch
 from sluice.batch.source import RunOptions
 from sluice.batch.store import FileStore, result_ids
 from sluice.contract.batch import RequestCounts, new_run_id
+from sluice.errors import BatchTaken
 from tests.batch.helpers import ANY, Chat, feed_folder, ids, says, write
 from tests.queue.helpers import until
 
@@ -162,6 +164,47 @@ async def test_a_submit_that_fails_leaves_nothing(client: Client, folder: RunFol
     assert there(folder) == {}
 
 
+async def test_of_many_that_submit_one_id_at_once_one_wins_and_the_others_are_told(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path
+) -> None:
+    run_id = new_run_id("same")
+    files = [write(tmp_path / f"{n}.jsonl", *(says(f"{n}-{k}") for k in range(20))) for n in range(8)]
+    submitting = (client.submit_batch(file, folder.root, id=run_id) for file in files)
+    submitted = await asyncio.gather(*submitting, return_exceptions=True)
+    won = [each for each in submitted if isinstance(each, Batch)]
+    told = [each for each in submitted if isinstance(each, BatchTaken)]
+    assert (len(won) >= 1, len(won) + len(told)) == (True, 8), submitted
+    assert sorted(path.name for path in folder.inbox.iterdir()) == [f"{run_id}.jsonl", f"{run_id}.run"]
+    await feed(client, folder)
+    answered = ids(folder.done / run_id / "output.jsonl")
+    assert sorted(answered) in [sorted(f"{n}-{k}" for k in range(20)) for n in range(8)]
+    again = await client.submit_batch(files[0], folder.root, id=run_id)
+    assert (again.status, there(folder)) == ("completed", {"done": ["same"]})
+
+
+async def test_a_submit_does_not_take_the_files_of_another_of_its_id_that_copies(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, copying, go_on = new_run_id("same"), threading.Event(), threading.Event()
+    files = [write(tmp_path / f"{name}.jsonl", says(name)) for name in ("first", "second")]
+
+    def copy_slowly(file: Path, partial: Path) -> None:
+        partial.write_bytes(file.read_bytes()[:20])
+        copying.set()
+        assert go_on.wait(30)
+        partial.write_bytes(file.read_bytes())
+
+    monkeypatch.setattr("sluice.batch.folder._copy", copy_slowly)
+    first = asyncio.create_task(client.submit_batch(files[0], folder.root, id=run_id))
+    await until(copying.is_set)
+    with pytest.raises(BatchTaken, match=rf"^{run_id}: another command is submitting it"):
+        await client.submit_batch(files[1], folder.root, id=run_id)
+    go_on.set()
+    assert (await first).status == "validating"
+    await feed(client, folder)
+    assert ids(folder.done / run_id / "output.jsonl") == ["first"]
+
+
 async def test_an_id_that_comes_again_gets_another(client: Client, chat: Chat, folder: RunFolder) -> None:
     name = "batch_again_0123456789ab"
     for custom_id in ("a", "b"):
@@ -230,6 +273,14 @@ async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
         {"sluice": {"not_before": "22:00"}},
         {"sluice": {"retry": ["cut"]}},
         {"sluice": {"kinds": []}},
+        {"sluice": {"kinds": {"cut": {"lines": "x"}}}},
+        {"sluice": {"tenant": []}},
+        {"sluice": {"output_expires_s": ""}},
+        {"sluice": {"allowed_models": "default"}},
+        {"metadata": {"team": 5}},
+        {"id": "\ud800"},
+        {"created_at": float("nan")},
+        {"status": "failed", "failed_at": float("inf")},
         {"expires_at": "soon"},
         {"completion_window": "a day"},
         {"status": "waiting"},
@@ -248,6 +299,38 @@ async def test_a_state_with_values_that_no_run_writes_ends_its_run_alone(
     await feed(client, folder)
     assert there(folder)["done"] == ["good"]
     assert [path.name for path in folder.failed.iterdir()] == [submitted.id]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run", "[" * 100_000),
+        ("output.jsonl", "[" * 100_000),
+        ("output.jsonl", '{"id": 5, "custom_id": "a"}'),
+        ("output.jsonl", '{"id": "b-1", "custom_id": "a", "sluice": {"kind": "answered", "output_tokens": "many"}}'),
+        ("errors.jsonl", '{"id": "b-1", "custom_id": ["a"]}'),
+        ("output.jsonl.retries", '{"retry": 1, "mends": 0, "changes": {}, "line": {"custom_id": 5, "response": null}}'),
+        (
+            "output.jsonl.retries",
+            '{"retry": "1", "mends": 0, "changes": {}, "line": {"custom_id": "a", "response": 0}}',
+        ),
+    ],
+)
+async def test_lines_that_no_run_writes_end_their_run_alone(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path, file: str, content: str
+) -> None:
+    submitted = await client.submit_batch(write(tmp_path / "bad.jsonl", says("a")), folder.root)
+    home = folder.running / submitted.id
+    home.mkdir()
+    for path in folder.inbox.iterdir():
+        path.rename(home / ("run" if path.suffix == ".run" else "input.jsonl"))
+    (home / file).write_text(f"{content}\n")
+    put(folder, "good.jsonl", "b")
+    await feed(client, folder)
+    assert there(folder) == {"failed": ["bad"], "done": ["good"]}
+    batch = await client.batch_status(home.name)
+    assert batch.errors is not None
+    assert "not written by a run" in batch.errors.data[0].message
 
 
 async def test_a_file_that_is_still_written_is_left(client: Client, chat: Chat, folder: RunFolder) -> None:
@@ -418,3 +501,13 @@ def test_deleting_the_answers_of_before_a_rerun_leaves_those_of_after_it(folder:
     assert answers.read_text() == "after\n"
     store.delete(None, after)
     assert not answers.exists()
+
+
+async def test_a_model_that_cannot_be_served_ends_its_run_alone(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "bad.jsonl", says("a"))
+    await client.submit_batch(file, folder.root, models={"*": "no name"})
+    await client.submit_batch(write(tmp_path / "good.jsonl", says("b")), folder.root, models=ANY)
+    await feed(client, folder)
+    assert there(folder) == {"failed": ["bad"], "done": ["good"]}

@@ -62,13 +62,32 @@ async def test_a_run_waits_for_its_time_whenever_the_inbox_is_taken_in(
     assert (done.status, done.expires_at and done.expires_at > time.time() + 1700) == ("completed", True)
 
 
-async def test_a_run_that_is_cancelled_before_its_time_ends_when_the_inbox_is_taken_in(
-    client: Client, db: Redis, chat: Chat, folder: RunFolder
+@pytest.mark.parametrize("not_before", [HOUR_S, None])
+async def test_a_run_that_is_cancelled_in_the_inbox_ends_in_a_pass_that_takes_no_files(
+    client: Client, db: Redis, chat: Chat, folder: RunFolder, not_before: float | None
 ) -> None:
-    batch = await submit(client, folder, "a", not_before=time.time() + HOUR_S)
+    batch = await submit(client, folder, "a", not_before=not_before and time.time() + not_before)
+    other = await submit(client, folder, "b")
     await client.cancel_batch(batch.id)
-    await feed_runs(db, folder, take=True, models=ANY)
+    await feed_runs(db, folder, take=False, models=ANY)
     assert ((await client.batch_status(batch.id)).status, chat.requests) == ("cancelled", [])
+    assert [file.name for file in folder.inbox.glob("*.jsonl")] == [f"{other.id}.jsonl"]
+
+
+async def test_a_run_that_is_cancelled_while_others_have_all_places_ends_before_them(
+    client: Client, db: Redis, folder: RunFolder
+) -> None:
+    long = await submit(client, folder, "long", priority=1)
+    taken, waiting, later = [await submit(client, folder, word) for word in ("a", "b", "c")]
+    async with feeding(db, folder, at_once=1, look_s=0.1):
+        await until(lambda: queued_is(db, long, 1))
+        arrived = await submit(client, folder, "d")
+        for run in taken, waiting, arrived:
+            await client.cancel_batch(run.id)
+        for run in taken, waiting, arrived:
+            await until(lambda run=run: is_in(client, run, "cancelled"))  # type: ignore[misc]
+        assert await is_in(client, long, "in_progress")
+        assert await is_in(client, later, "validating")
 
 
 async def test_a_status_is_kept_for_as_long_as_its_run_waits(client: Client, db: Redis, folder: RunFolder) -> None:
@@ -126,6 +145,22 @@ async def test_a_run_for_another_model_waits_for_no_priority(
     low = await submit(client, folder, "low", 300)
     async with feeding(db, folder):
         await until(lambda: is_in(client, low, "completed"), within_s=60)
+
+
+async def test_lines_for_a_model_that_nobody_serves_hold_no_run_for_another(
+    client: Client, db: Redis, chat: Chat, folder: RunFolder
+) -> None:
+    lines = (says(f"high{k}", "high", model="unserved" if k < 300 else "default") for k in range(310))
+    file, models = write(folder.root / "high.jsonl", *lines), {"unserved": "unserved"}
+    high = await client.submit_batch(file, folder.root, priority=1, models=models)
+    low = await submit(client, folder, "low", 300)
+    async with feeding(db, folder):
+        await until(lambda: is_in(client, low, "completed"), within_s=60)
+        await until(lambda: has_left(client, high, {"unserved": 300}), within_s=60)
+
+
+async def has_left(client: Client, run: Batch, left: dict[str, int]) -> bool:
+    return (await client.batch_status(run.id)).sluice.left == left
 
 
 async def is_in(client: Client, run: Batch, status: str) -> bool:

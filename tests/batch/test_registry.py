@@ -70,7 +70,15 @@ async def test_a_value_that_no_feeder_wrote_hides_no_run(
 
 @pytest.mark.parametrize(
     "changed",
-    [{"request_counts": {"total": "many"}}, {"created_at": None}, {"id": 5}, {"sluice": {"paused_at": "then"}}],
+    [
+        {"request_counts": {"total": "many"}},
+        {"created_at": None},
+        {"id": 5},
+        {"sluice": {"paused_at": "then"}},
+        {"sluice": {"left": ["default"]}},
+        {"sluice": {"left": {"default": "many"}}},
+        {"sluice": {"priority": "high"}},
+    ],
     ids=str,
 )
 async def test_a_status_with_values_of_other_types_is_not_listed(

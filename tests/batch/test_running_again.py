@@ -225,6 +225,24 @@ def _killed(*_: Any) -> None:
     raise KilledError
 
 
+@pytest.mark.parametrize("in_folder", [True, False])
+async def test_a_cancel_that_came_in_the_moment_after_the_end_does_not_cancel_the_rerun(
+    client: Client, chat: Chat, folder: RunFolder, out: Path, tmp_path: Path, *, in_folder: bool
+) -> None:
+    file = write(tmp_path / "in.jsonl", *LINES)
+    if in_folder:
+        ended = await client.submit_batch(file, folder.root)
+        await feed(client, folder)
+    else:
+        ended = await client.batch(file, out, models=ANY)
+    await client._registry.request_cancel(ended.id)
+    await client.rerun_batch(ended.id, ["failed", "cut"])
+    if in_folder:
+        await feed(client, folder)
+    again = await client.batch_status(ended.id)
+    assert (again.status, kinds(again)) == ("completed", {"answered": 3, "invalid": 1, "replaced": 2})
+
+
 # What cannot be run again
 
 

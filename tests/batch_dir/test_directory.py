@@ -195,6 +195,16 @@ async def test_a_run_that_is_handed_over_waits_for_a_schedule_that_was_set(
         assert calls(folder) == []
 
 
+async def test_a_run_that_waits_for_a_schedule_is_looked_at_since_it_may_be_cancelled(
+    redis_url: str, folder: Path, clock: Clock
+) -> None:
+    drop(folder, f"batch_{1:012x}.jsonl")
+    (folder / "running").mkdir()
+    async with at_work(redis_url, folder, clock, batch_schedule="0 * * * *", search_s=0.2):
+        await until(lambda: len(calls(folder)) == 2)
+    assert all(call["args"] == ["--until-eof"] for call in calls(folder))
+
+
 async def test_of_two_workers_one_takes_the_inbox_in(redis_url: str, folder: Path, clock: Clock) -> None:
     drop(folder, "a.jsonl")
     async with (

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from sluice.contract.marks import marks_of
 from sluice.contract.scripts import read_lua
+from sluice.submission import marks_of
 
 # The same rule in Lua, since a server can only compute marks in Lua for producers that send none.
 LUA = read_lua("worker.queue", "affinity") + "\nreturn { marks_of(ARGV[1]) }"

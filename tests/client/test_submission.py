@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from sluice import Client, ExtraKey, NoWorker, QueueFull, Submitted
 from sluice.contract import keys
-from sluice.contract.marks import marks_of
+from sluice.submission import marks_of
 from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hello"}]

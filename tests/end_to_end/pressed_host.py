@@ -13,7 +13,7 @@ from worker.host.courtesy import Pressure, Signals
 
 
 class _Host(SimulatedHost):
-    def read(self) -> Signals:
+    def read(self, *, busy: bool = True) -> Signals:
         return Signals(Pressure(int(Path(os.environ["PRESSURE_FILE"]).read_text("utf-8"))))
 
 

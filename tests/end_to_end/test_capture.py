@@ -9,7 +9,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,17 @@ import pytest
 from models.tiny_vision import write_checkpoint as write_seeing
 from sluice import Client
 from sluice.capture.file import CapturedJob, CaptureWriter
-from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Waiting
+from sluice.capture.recorder import Recorder, Wanted, _Followed, _Queues, _Submitted
 from sluice.capture.redaction import redacted
 from sluice.contract import keys
+from sluice.contract.keys import JobFunction
+from sluice.mapped import MappedClient
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_users import admin as admin
 from tests.end_to_end.test_users import url_of
 from tests.images.pictures import data_url, patch, saved
 from tests.support.embedding import write_checkpoint as write_embedding
-from tests.support.stack import GatewayProcess, WorkerProcess
+from tests.support.stack import GatewayProcess, Server, WorkerProcess
 
 _TIMEOUT_S = 60
 COUNT = {"messages": [{"role": "user", "content": "Count to 12."}], "temperature": 0}
@@ -82,15 +84,6 @@ def submit(sluice: Command, request: dict[str, Any], job_id: str, *args: str) ->
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     out, err = process.communicate(timeout=_TIMEOUT_S)
     return process.returncode, out, err
-
-
-def refuse(sluice: Command, process: "subprocess.Popen[str]", request: dict[str, Any]) -> None:
-    """Submit a request that is refused until one is recorded: the body of such a job is there for milliseconds."""
-    for number in range(50):
-        submit(sluice, request, f"refused-{number}")
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.5)
-            return
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -158,10 +151,10 @@ def test_only_jobs_that_fail_are_recorded_and_those_of_a_tenant(sluice: Command,
     with capturing(sluice, "--failed", "--tenant", "acme") as process:
         submit(sluice, {**COUNT, "tenant": "acme"}, "good")
         submit(sluice, {**REFUSED, "tenant": "other"}, "of-another")
-        refuse(sluice, process, {**REFUSED, "user": "acme"})
+        submit(sluice, {**REFUSED, "user": "acme"}, "refused")
         assert ended(process)[0] == 0
     _, (job,) = read(tmp_path)
-    assert (job["id"][:8], job["state"], job["stored"]["tenant"]) == ("refused-", "failed", "acme")
+    assert (job["id"], job["state"], job["stored"]["tenant"]) == ("refused", "failed", "acme")
     code, out, _ = sluice("replay", "capture.jsonl")
     assert code == 0
     assert f"{job['id']}  equal: 0 characters, failed (invalid_request: temperature: " in out
@@ -189,6 +182,21 @@ def test_ctrl_c_keeps_what_there_is_and_its_replay_ends_there(sluice: Command, t
     assert re.search(r"endless  equal: \d+ tokens, as far as it was recorded\n", out)
     assert time.monotonic() - begun_at < _TIMEOUT_S / 2
     assert sluice.db.zcard("sluice:queue:default:interactive") == 0
+
+
+@pytest.mark.usefixtures("alive")
+def test_the_replay_of_a_job_that_reached_its_deadline_ends_there(sluice: Command, tmp_path: Path) -> None:
+    with capturing(sluice) as process:
+        submit(sluice, {**ENDLESS, "deadline_s": 1}, "late")
+        assert ended(process)[0] == 0
+    _, (job,) = read(tmp_path)
+    assert job["events"][-1]["error"]["type"] == "deadline"
+    code, out, err = sluice("replay", "capture.jsonl", "--json")
+    assert (code, "as far as it was recorded" in out) == (0, True), (out, err)
+    again = json.loads(out)["id"]
+    assert (sluice.db.hget(f"sluice:job:{again}", "state"), sluice.db.hexists(f"sluice:job:{again}", "deadline")) == (
+        "cancelled", False
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("alive")
@@ -250,7 +258,7 @@ def test_a_redacted_capture_has_shapes_and_no_words(sluice: Command, tmp_path: P
     }  # fmt: skip
     with capturing(sluice, "--next", "2", "--redact") as process:
         submit(sluice, spoken, "told")
-        refuse(sluice, process, {**REFUSED, "tool_choice": {"type": "function", "function": {"name": "lookup"}}})
+        submit(sluice, {**REFUSED, "tool_choice": {"type": "function", "function": {"name": "lookup"}}}, "refused")
         assert ended(process)[0] == 0
     text = (tmp_path / "capture.jsonl").read_text()
     words = ("Ann", "ann", "Accra", "Weather", "find_weather", "town", "Sunny", "4711", "customer", "Kumasi", "brave",
@@ -303,22 +311,56 @@ def test_a_full_disk_leaves_no_file_without_jobs(tmp_path: Path, monkeypatch: py
     assert not path.exists()
 
 
-async def test_a_wake_reads_no_body_again_and_no_job_of_the_future(client: Client) -> None:
+async def test_a_look_reads_no_body_again_and_no_job_of_the_future(client: Client) -> None:
     queues = _Queues(client, "m")
     await queues.begin()
 
-    async def woken(**jobs: str) -> list[str]:
+    async def found(**jobs: str) -> list[str]:
         for name, text in jobs.items():
             await client.submit([{"role": "user", "content": text}], model="m", id=name)
-        return [each.followed.id for each in await queues.just_submitted()]
+        looks = [queues.submitted(), queues.ended()]
+        return [each.followed.id for look in looks async for jobs in look for each in jobs]
 
     await client.redis.set(keys.body("later"), "{}")
     await client.redis.zadd(keys.queue("m", "interactive"), {"later": (time.time() + 3600) * 1000})
-    assert await woken(first="a") == ["first"]
-    assert await woken(large="a" * 1_000_000) == ["large"]
+    assert await found(first="a") == ["first"]
+    assert await found(large="a" * 1_000_000) == ["large"]
     sent = (await client.redis.info("stats"))["total_net_output_bytes"]
-    assert await woken() == await woken() == []
-    assert (await client.redis.info("stats"))["total_net_output_bytes"] - sent < 100_000
+    assert await found() == await found() == []
+    await client.redis.zadd(keys.captured("m"), {"of another program": 0, "of another program:too": time.time() * 1000})
+    await client.cancel("large")
+    assert await found() == ["large"]
+    assert await found() == await found() == []
+    assert (await client.redis.info("stats"))["total_net_output_bytes"] - sent < 1_100_000
+
+
+async def test_nothing_is_kept_of_a_job_that_ends_while_no_capture_runs(client: Client) -> None:
+    for model in ("m", "other"):
+        await client.submit(COUNT, model=model, id=model)
+    await _Queues(client, "other").begin()
+    for model in ("m", "other"):
+        await client.cancel(model)
+    kept = {key.decode() async for key in client.redis.scan_iter("sluice:captured:*")}
+    assert kept == {keys.captured("other"), keys.captured("other", "other")}
+    assert all([0 < await client.redis.pttl(key) <= 10_000 for key in kept])
+
+
+@pytest.mark.usefixtures("alive")
+def test_each_of_many_jobs_that_end_within_milliseconds_is_recorded(sluice: Command, tmp_path: Path) -> None:
+    with capturing(sluice, "--next", "100", "--failed") as process:
+        for number in range(100):
+            body = {"t": None, "f": "chat", "a": [{**REFUSED, "user": f"user {number}"}], "k": {}, "et": 1}
+            sluice.db.set(f"arq:job:refused-{number}", json.dumps(body), ex=600)
+            sluice.db.zadd("sluice:queue:default:interactive", {f"refused-{number}": time.time() * 1000})
+            sluice.db.publish("sluice:wake:default", "")
+            time.sleep(0.005)
+        code, _, err = ended(process)
+    assert code == 0, err
+    _, jobs = read(tmp_path)
+    assert {job["id"]: job["request"] for job in jobs} == {
+        f"refused-{number}": {**REFUSED, "user": f"user {number}"} for number in range(100)
+    }
+    assert {job["state"] for job in jobs} == {"failed"}
 
 
 async def test_a_job_whose_reading_is_interrupted_is_recorded_as_it_is(
@@ -342,9 +384,12 @@ async def test_a_job_whose_reading_is_interrupted_is_recorded_as_it_is(
 
 
 async def test_a_job_of_another_tenant_is_not_counted_as_missed(client: Client) -> None:
-    recorder, gone = Recorder(client), _Followed("a", "m", "interactive", b"", client)
-    recorder._follow([_Waiting(gone, "acme"), _Waiting(gone, "other")], Wanted("m", "acme"), 9)
-    assert recorder.skipped == 1
+    recorder, large = Recorder(client), _Followed("a", "m", "interactive", bytes(256_000_001), client)
+    mine, other = (
+        _Submitted(_Followed(tenant, "m", "interactive", b"{}", client), tenant) for tenant in ("acme", "other")
+    )
+    recorder._follow([_Submitted(large, "acme"), mine, other], Wanted("m", "acme"), 9)
+    assert (recorder.following, recorder.skipped) == (1, 1)
 
 
 async def test_of_jobs_that_do_not_fail_no_events_are_read_if_only_failed_ones_are_wanted(client: Client) -> None:
@@ -436,13 +481,18 @@ def test_capture_says_what_is_wrong_with_its_options(sluice: Command, tmp_path: 
     assert [each.name for each in tmp_path.iterdir()] == ["there"]
 
 
-@pytest.mark.usefixtures("alive", "admin")
-def test_an_operator_may_capture_and_replay(sluice: Command, redis_url: str) -> None:
+@pytest.mark.usefixtures("admin")
+def test_an_operator_may_capture_and_replay_jobs_of_a_worker_without_more_rights(
+    sluice: Command, redis_url: str, tmp_path: Path
+) -> None:
     sluice.env["SLUICE_REDIS_URL"] = url_of(redis_url, "operator")
-    with capturing(sluice) as process:
-        submit(sluice, COUNT, "greedy")
-        assert ended(process)[0] == 0
-    assert sluice("replay", "capture.jsonl")[0] == 0
+    with WorkerProcess(url_of(redis_url, "worker"), model_name="own", max_rows=2):
+        with capturing(sluice, "--model", "own", "--next", "2") as process:
+            submit(sluice, COUNT, "greedy", "--model", "own", "--wait")
+            submit(sluice, REFUSED, "refused", "--model", "own", "--wait")
+            assert ended(process)[0] == 0
+        assert [job["request"] for job in read(tmp_path)[1]] == [COUNT, REFUSED]
+        assert sluice("replay", "capture.jsonl")[0] == 0
 
 
 @pytest.mark.usefixtures("alive")
@@ -484,3 +534,76 @@ def test_images_vectors_and_counts_are_replayed(sluice: Command, redis_url: str,
         assert ended(process)[0] == 0
         code, out, err = sluice("replay", "capture.jsonl")
         assert (code, out) == (0, "embedded  equal: 2 vectors, finished (stop)\n"), err
+
+
+def test_a_capture_of_a_model_whose_server_is_away_ends_at_once(
+    sluice: Command, redis_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "servers.toml").write_text(f'default = "{redis_url}"\n[models]\nother = "redis://127.0.0.1:1/0"\n')
+    sluice.env["SLUICE_REDIS_URLS"] = str(tmp_path / "servers.toml")
+    code, _, err = sluice.process("capture", "--model", "other")
+    assert (code, "Connect call failed" in err, [*tmp_path.glob("*.jsonl")]) == (2, True, []), err
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> Iterator[Command]:
+    """Commands with a map of two servers: on one a worker for chats, on the other one for vectors."""
+    vectors = write_embedding("bert", tmp_path / "model")
+    with Server() as first, Server() as second:
+        file = tmp_path / "servers.toml"
+        file.write_text(f'default = "{first.url}"\n[models]\nvectors = "{second.url}"\n')
+        with (
+            WorkerProcess(first.url, model_name="talks", max_rows=2),
+            WorkerProcess(second.url, model=vectors, model_name="vectors"),
+        ):
+            command = Command(first.url, tmp_path)
+            command.env |= {"SLUICE_REDIS_URLS": str(file), "SLUICE_REDIS_URL": "redis://127.0.0.1:1/0"}
+            yield command
+            command.db.close()
+
+
+@pytest.mark.slow
+def test_counts_and_vectors_of_several_servers_are_recorded_and_replayed(spread: Command, tmp_path: Path) -> None:
+    texts: dict[str, Any] = {"input": ["Hello there!", "b"]}
+    asked = {
+        "talks": [("chat", "chat", COUNT), ("count", "count", COUNT), ("refused", "count", REFUSED)],
+        "vectors": [
+            ("floats", "embed", texts),
+            ("base64", "embed", {**texts, "encoding_format": "base64", "dimensions": 8}),
+            ("no-text", "embed", {"input": []}),
+        ],
+    }
+
+    async def ask(jobs: list[tuple[str, JobFunction, dict[str, Any]]], model: str) -> None:
+        async with MappedClient(tmp_path / "servers.toml") as client:
+            for job_id, function, request in jobs:
+                await client.submit({**request, "model": model}, model=model, id=job_id, function=function)
+
+    for model, jobs in asked.items():
+        with capturing(spread, "--model", model, "--next", "3", "-o", f"{model}.jsonl") as process:
+            asyncio.run(ask(jobs, model))  # type: ignore[arg-type]
+            code, _, err = ended(process)
+        assert code == 0, err
+    lines = [(tmp_path / f"{model}.jsonl").read_text().splitlines() for model in asked]
+    (tmp_path / "all.jsonl").write_text("\n".join((*lines[0], *lines[1][1:], "")))
+    code, out, err = spread("replay", "all.jsonl", "--json")
+    assert (code, verdicts(out)) == (0, dict.fromkeys([id for jobs in asked.values() for id, *_ in jobs], "equal")), (
+        out, err,
+    )  # fmt: skip
+    for job in (jobs := [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()])[1:]:
+        assert job["request"]["model"] == job["model"]
+        if job["id"] == "count":
+            job["result"]["usage"]["prompt_tokens"] += 1
+        if job["id"] == "floats":
+            job["result"]["data"][1]["embedding"][2] += 0.5
+    (tmp_path / "changed.jsonl").write_text("\n".join(map(json.dumps, jobs)))
+    code, out, _ = spread("replay", "changed.jsonl", "--job", "count", "--job", "floats")
+    assert code == 1
+    assert re.fullmatch(
+        r"count  differs: recorded 15 prompt tokens, now 14\nfloats  differs: vector 1 differs at number 2: .*\n", out
+    ), out
+    with GatewayProcess(spread.env["SLUICE_REDIS_URL"], more_env=spread.env) as gateway:
+        del spread.env["SLUICE_REDIS_URL"], spread.env["SLUICE_REDIS_URLS"]
+        code, out, _ = spread("replay", "all.jsonl", "--url", gateway.base_url, "--json")
+    counts = dict.fromkeys(("count", "refused"), "skipped")  # a gateway has no path for them
+    assert (code, verdicts(out)) == (0, {job["id"]: "equal" for job in jobs[1:]} | counts)

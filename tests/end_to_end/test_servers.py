@@ -1,6 +1,8 @@
 """Two models on two servers by a map: workers, gateway and command read it, and a dead server takes its model alone."""
 
 import json
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from sluice import SyncClient
 from tests.end_to_end.test_cli import environment, run_here
@@ -142,21 +145,33 @@ def test_a_batch_run_sends_its_lines_to_the_servers_of_their_models(spread: Spre
 def test_a_dead_server_takes_its_model_alone(spread: Spread) -> None:
     """Last: it leaves the server of `big` dead."""
     server = spread.servers["big"]
+    url, named = "http://127.0.0.1:1/hook", f"127.0.0.1:{server.port}/0 of big: "
+    _, printed, _ = spread.command("webhooks", "add", url, "--event", "job.*", "--allow-private", "--json")
+    endpoint = json.loads(printed)["id"]
     server.kill()
     assert text_of(spread.post("/chat/completions", model="small", stream=True, **chat_request(TOKENS)))
     with pytest.raises(urllib.error.HTTPError) as refused:
         spread.post("/chat/completions", model="big", **chat_request(TOKENS))
     assert refused.value.code == 503
     assert [each["id"] for each in spread.get("/models")["data"]] == ["small"]
-    code, printed, said = spread.command("workers", "--json")
-    assert (code, [json.loads(each)["name"] for each in printed.splitlines()]) == (0, ["of-small"])
-    assert f"127.0.0.1:{server.port}/0 of big: " in said
+    command = [sys.executable, "-m", "sluice.cli", "workers", "--json"]  # with a stderr that logs are written to
+    listed = subprocess.run(command, env=spread.env, cwd=spread.folder, capture_output=True, text=True)
+    assert (listed.returncode, [json.loads(each)["name"] for each in listed.stdout.splitlines()]) == (0, ["of-small"])
+    assert listed.stderr.count(named) == 1
+    code, printed, said = spread.command("webhooks", "list", "--json")
+    assert (code, json.loads(printed)["id"], said.count(named)) == (0, endpoint, 1)
+    assert spread.command("webhooks", "deliveries")[0] == 0
+    with Redis.from_url(spread.servers["small"].url) as db:
+        stored = db.hget("sluice:webhooks", endpoint)
+        code, printed, _ = spread.command("webhooks", "rotate", endpoint, "--overlap", "0")
+        assert (code, printed) == (2, "")
+        assert db.hget("sluice:webhooks", endpoint) == stored
     code, printed, _ = spread.command("top", "--once", "--json")
     (sentence,) = json.loads(printed)["absent"]
-    assert (code, f"127.0.0.1:{server.port}/0 of big: " in sentence) == (0, True)
+    assert (code, named in sentence) == (0, True)
     assert f"{server.port}/0 of big: " in spread.command("top", "--once")[1].replace("\n", "")
     code, _, said = spread.command("submit", "Hello", "--model", "big")
-    assert (code, f"127.0.0.1:{server.port}/0 of big: " in said) == (2, True)
+    assert (code, named in said) == (2, True)
 
 
 def test_a_broken_map_ends_every_program_with_a_sentence(spread: Spread) -> None:

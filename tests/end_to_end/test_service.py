@@ -198,7 +198,7 @@ class Machine:
     def left(self) -> list[str]:
         """Return the files and services that are there, but MLX's kernels, which all workers share."""
         files = [str(file.relative_to(self._home)) for file in self._home.rglob("*") if not file.is_dir()]
-        kernels = f"tmp/sluice-{os.getuid()}/mlx/"
+        kernels = f"tmp/sluice-{os.getuid()}/"  # and what a killed compiler has left there
         return sorted([*(file for file in files if not file.startswith(kernels)), *self._processes])
 
     def log(self) -> str:

@@ -66,7 +66,7 @@ def test_a_model_that_sluice_check_refuses_ends_the_worker_with_its_sentence(red
         env = environment(SLUICE_MEMORY_GB="1.0025")
         code, _, said = run_here("check", str(TINY_CHAT), env=env, folder=ROOT)
         assert (code, "cannot be served. Its weights take" in said) == (2, True)
-        assert worker.log().splitlines()[-1] == f"sluice worker: {said.removeprefix('sluice: ').rstrip()}"
+        assert f"sluice worker: {said.removeprefix('sluice: ').rstrip()}" in worker.log().splitlines()
     finally:
         worker.stop()
 

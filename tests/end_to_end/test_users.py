@@ -11,6 +11,7 @@ import redis
 
 from sluice import Client, Finished, JobCancelled
 from sluice.batch.registry import BatchRegistry
+from sluice.contract import keys
 from sluice.transport import connect
 from sluice.webhooks.deliverer import Deliverer, Sender
 from sluice.webhooks.store import WebhookStore
@@ -99,9 +100,11 @@ def test_a_backend_may_submit_stream_and_cancel(redis_url: str, denied: Callable
                 break
             with pytest.raises(JobCancelled):
                 await client.result(running.id)
+            await client.redis.set(keys.capture("nobody"), "1", px=60_000)
             waiting = await client.submit(HELLO, model="nobody")
             assert [(queue.model, queue.jobs) for queue in await client.queues()] == [("nobody", 1)]
             assert await client.cancel(waiting.id) == "cancelled"
+            assert await client.redis.exists(keys.captured("nobody", waiting.id))
             assert len(await client.workers()) == 1
 
     asyncio.run(use())

@@ -1,11 +1,15 @@
 """`sluice why`: where the time of a job went."""
 
+import asyncio
 import json
 import time
 from typing import Any
 
 import pytest
 
+from sluice import Client
+from sluice.cli.commands.why import _LEASE, _read_fields
+from sluice.contract import keys
 from sluice.contract.phases import JobPhases
 from tests.end_to_end.test_cli import Command
 
@@ -123,3 +127,35 @@ def test_an_unknown_job_is_an_error(sluice: Command, job_id: str) -> None:
     code, out, err = sluice("why", job_id)
     assert (code, out) == (2, "")
     assert "sluice:" in err
+
+
+def test_a_job_that_failed_tells_its_error_as_long_as_its_result_is_there(sluice: Command) -> None:
+    sluice("submit", "--file", "-", "--id", "why-failed", "--wait", stdin='{"messages": "Hello"}')
+    code, out, err = sluice("why", "why-failed")
+    assert (code, out.startswith("why-failed: failed, ")) == (0, True)
+    assert err == "invalid_request: messages must be a list, not a string.\n"
+    sluice.db.delete("sluice:result:why-failed")
+    assert sluice("why", "why-failed")[2] == "its error has expired.\n"
+
+
+async def test_a_job_and_its_lease_are_read_at_once(client: Client) -> None:
+    lease, done = "arq:in-progress:brief", asyncio.Event()
+
+    async def change(state: str, owner: str) -> None:
+        async with client.redis.pipeline() as pipe:
+            pipe.hset(keys.job("brief"), "state", state)
+            pipe.set(lease, owner) if owner else pipe.delete(lease)
+            await pipe.execute()
+
+    async def run_and_end() -> None:
+        while not done.is_set():
+            await change("running", "mac:1")
+            await change("finished", "")
+
+    running = asyncio.create_task(run_and_end())
+    read = [(await _read_fields(client.redis, "brief"))[0] for _ in range(300)]
+    done.set()
+    await running
+    seen = {(each.get(b"state"), each[_LEASE]) for each in read}
+    assert seen <= {(None, b""), (b"running", b"mac:1"), (b"finished", b"")}
+    assert len(seen) > 1

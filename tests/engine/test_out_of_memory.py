@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from tests.engine.prefill.test_specprefill import LONG, WISH, drafted, kept_alon
 from tests.engine.sampling.test_grammar_processor import RecordingGrammar
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
 from tests.engine.tiny import alone, model, network, prompt
-from worker.engine import isolation
+from worker.engine import admission_controller, isolation
 from worker.engine.batch import decode_batch
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.outcomes import MAX_DRAFT, Admitted, Preempted
@@ -116,7 +117,29 @@ def test_a_row_that_lost_its_cache_counts_as_preempted_until_it_is_admitted_agai
                     moves.setdefault(outcome.id, []).append(type(outcome).__name__)
     turns = ["Admitted", "Preempted"]
     assert all(each == [*turns * (len(each) // 2), "Admitted"] for each in moves.values()), moves
+    assert moves.keys() == ROWS.keys()
     assert any(len(each) > 1 for each in moves.values())
+
+
+def test_a_row_is_admitted_beside_a_long_answer_once_the_device_may_have_room_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, now = Run(model("llama")), [1_000.0]
+    monkeypatch.setattr(admission_controller, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with small_device(run, "llama", room=60) as device:
+        run.add("long", prompt(40, 1), max_tokens=600)
+        run.until(lambda: len(run.generated["long"]) > 0)
+        run.add("next", prompt(40, 2), max_tokens=4)
+        run.until(lambda: device.failures > 0)
+    for _ in range(20):
+        run.step()
+    assert run.waiting == ["next"]
+    now[0] += 3_600.0
+    run.step()
+    assert run.active == ["long", "next"]
+    run.drain()
+    assert run.generated == {id: alone(network("llama"), prompt(40, at), most) for id, at, most in
+                             (("long", 1, 600), ("next", 2, 4))}  # fmt: skip
 
 
 @FAMILIES
@@ -157,18 +180,6 @@ def test_a_long_prompt_is_computed_in_shorter_chunks() -> None:
     assert device.failures == 1
     assert sum(failed) == 1  # the rows that decode have lost nothing
     assert run.generated["long"] == alone(network("qwen3_5"), prompt(400, 99), ANSWER)
-
-
-def test_rows_that_wait_since_memory_was_short_say_so() -> None:
-    run, said = Run(model("llama")), dict[str, list[type]]()
-    with small_device(run, "llama", room=ALL // 2):
-        start(run, apart=0)
-        while len(run.engine):
-            for outcome in run.step().outcomes:
-                if isinstance(outcome, Admitted | Preempted):
-                    said.setdefault(outcome.id, []).append(type(outcome))
-    assert sum(kinds.count(Preempted) for kinds in said.values()) > 0
-    assert all(kinds == [Admitted, Preempted] * (len(kinds) // 2) + [Admitted] for kinds in said.values())
 
 
 def test_prompts_that_fail_together_all_wait() -> None:
@@ -316,14 +327,9 @@ class Noting(RecordingGrammar):
         self.given.append(token)
 
 
-@pytest.mark.parametrize("pipelined", [True, False])
-def test_no_grammar_accepts_what_a_failed_step_has_drawn(pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another group raises the error, which is raised only once. An error of a grammar would end the job."""
-    run, grammars, drawn = Run(model("qwen3_5"), pipelined=pipelined), {id: Noting() for id in ROWS}, 1_007
-    run.group_by(EACH_ALONE)
-    for id, tokens in ROWS.items():
-        run.add(id, prompt(tokens, ord(id)), max_tokens=ANSWER, grammar=grammars[id])
-        run.step()
+def fail_last_group(run: Run, drawn: int, monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
+    """Let rows that decode alone begin, and let the last of them fail once and draw this token. Another group raises
+    the error, which is raised only once. The list that is returned is empty until then."""
     run.until(lambda: all(run.generated.values()) and len(run.engine._running.lengths) > 2)
     whole, failed = decode_batch.forward, list[mx.array]()
 
@@ -337,27 +343,27 @@ def test_no_grammar_accepts_what_a_failed_step_has_drawn(pipelined: bool, monkey
         return pending
 
     monkeypatch.setattr(decode_batch, "forward", last_fails)
+    return failed
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_no_grammar_accepts_what_a_failed_step_has_drawn(pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a grammar would end the job."""
+    run, grammars = Run(model("qwen3_5"), pipelined=pipelined), {id: Noting() for id in ROWS}
+    run.group_by(EACH_ALONE)
+    for id, tokens in ROWS.items():
+        run.add(id, prompt(tokens, ord(id)), max_tokens=ANSWER, grammar=grammars[id])
+        run.step()
+    failed = fail_last_group(run, 1_007, monkeypatch)
     all_is_well(run, "qwen3_5")
     assert failed
-    assert not any(drawn in grammar.given for grammar in grammars.values())
+    assert not any(1_007 in grammar.given for grammar in grammars.values())
 
 
 def test_an_error_that_another_group_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(model("qwen3_5"))
     run.group_by(EACH_ALONE)
     start(run)
-    run.until(lambda: all(run.generated.values()) and len(run.engine._running.lengths) > 2)
-    whole, failed = decode_batch.forward, list[mx.array]()
-
-    def last_fails(network: Any, cache: Any, rows: Any, *more: Any) -> Any:
-        pending = whole(network, cache, rows, *more)
-        if not failed and rows[0].id == [*run.engine._running][-1][1].id:
-            failed.append(late_error())
-            mx.async_eval(failed)
-            pending.tokens = mx.zeros_like(pending.tokens) + 7
-            mx.async_eval(pending.tokens)
-        return pending
-
-    monkeypatch.setattr(decode_batch, "forward", last_fails)
+    failed = fail_last_group(run, 7, monkeypatch)
     all_is_well(run, "qwen3_5")
     assert failed

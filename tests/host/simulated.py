@@ -11,13 +11,14 @@ class SimulatedHost:
     def __init__(self, awake_command: Sequence[str] = ()) -> None:
         self.signals, self.awake_command = Signals(), awake_command
         self.problem: Exception | None = None
-        self.readings = 0
+        self.readings, self.busy = 0, False  # of the last reading: jobs run
 
     def press(self, pressure: Pressure) -> None:
         self.signals = Signals(pressure)
 
-    def read(self) -> Signals:
+    def read(self, *, busy: bool = True) -> Signals:
         self.readings += 1
+        self.busy = busy
         if self.problem:
             raise self.problem
         return self.signals

@@ -85,6 +85,18 @@ def test_programs_are_started_every_five_seconds_and_pressure_read_each_time(
     assert mac.read().on_battery
 
 
+def test_programs_are_started_every_five_minutes_while_no_job_runs(printed: dict[str, str]) -> None:
+    mac = MacOS(Library())
+    mac.read(busy=False)
+    printed["/usr/bin/pmset"] = BATTERY
+    mac._slow_at -= 299.0
+    assert not mac.read(busy=False).on_battery
+    assert mac.read().on_battery
+    printed["/usr/bin/pmset"] = MAINS
+    mac._slow_at -= 300.0
+    assert not mac.read(busy=False).on_battery
+
+
 def test_a_program_that_is_missing_or_fails_prints_nothing() -> None:
     assert macos._output("/no/such/program") == macos._output("false") == ""
     assert macos._output("echo", "yes") == "yes\n"

@@ -70,9 +70,18 @@ async def test_a_machine_that_cannot_be_read_is_fine_and_logged_once(caplog: pyt
         await until(lambda: len(passed) > 0)
 
 
+async def test_the_machine_is_told_if_jobs_run() -> None:
+    host, jobs = SimulatedHost(), dict[Lane, int](interactive=0, batch=0)
+    with watched(host, jobs, stay_awake="off"):
+        await until(lambda: host.readings > 0)
+        assert not host.busy
+        jobs["batch"] = 1
+        await until(lambda: host.busy)
+
+
 async def test_the_loop_goes_on_while_a_reading_hangs() -> None:
     host = SimulatedHost()
-    host.read = lambda: time.sleep(0.3) or Signals()  # type: ignore[method-assign, func-returns-value]
+    host.read = lambda **_: time.sleep(0.3) or Signals()  # type: ignore[method-assign, func-returns-value]
     with watched(host, {}):
         began = time.monotonic()
         for _ in range(20):

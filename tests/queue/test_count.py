@@ -18,8 +18,8 @@ from tests.keyspace import check_all_ended
 from tests.queue.helpers import ended, envelope, put, settings, types, working
 from tests.queue.test_images import SIGN, DimEyes, image
 from tests.waiting import until
-from worker.chat.images import ImageInputs
 from worker.embed import embed
+from worker.images.conversation import ImageInputs
 from worker.jobs import chat, count
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

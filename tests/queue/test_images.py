@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from tests.images.pictures import data_url, patch, saved
 from tests.queue.helpers import ask, ended, log, settings, types, until_it_has_said, words, working
-from worker.chat.images import ImageInputs
+from worker.images.conversation import ImageInputs
 from worker.jobs import chat
 from worker.outcomes import PromptProgress, StepReport
 from worker.request import GenerationRequest as Asked

@@ -11,12 +11,12 @@ from redis.asyncio import Redis
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, ended, settings, working
 from tests.waiting import until
-from worker.queue.worker import UnclaimedQueues
+from worker.queue.worker import log_unclaimed_queues
 
 
 @asynccontextmanager
 async def looking(db: Redis) -> AsyncIterator[None]:
-    task = asyncio.create_task(UnclaimedQueues(db, "own", every_s=0.02).run())
+    task = asyncio.create_task(log_unclaimed_queues(db, "own", every_s=0.02))
     try:
         yield
     finally:

@@ -73,6 +73,7 @@ def test_the_page_s_key_table_has_every_key() -> None:
     by_model += [keys.restart("<model>"), keys.models("<supervisor>"), keys.model_commands("<supervisor>")]
     by_model += [keys.fleet("<model>"), keys.ready("<model>"), keys.prefix_mark("<model>", "<mark>")]
     by_model.append("…:<tenant>:<mark>")
+    by_model += [keys.capture("<model>"), keys.captured("<model>"), keys.captured("<model>", "<id>")]
     of_runs = [keys.batch("<run>"), keys.batch_cancel("<run>")]
     of_webhooks = [keys.WEBHOOKS, f"{keys.WEBHOOKS}:wanted", ":dropped", f"{keys.WEBHOOKS}:outbox:<kind>"]
     of_webhooks += [f"{keys.WEBHOOKS}:due:<id>", ":since:<id>", ":waiting:<id>", ":dead:<id>", ":counts:<id>"]

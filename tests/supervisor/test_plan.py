@@ -15,8 +15,8 @@ from worker.engine.model.load import open_model
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.settings import Settings
+from worker.supervisor.decision import Plan
 from worker.supervisor.plan import plan
-from worker.supervisor.planned import Plan
 
 PATH = str(TINY_CHAT)
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
-from worker.supervisor.planned import Plan, PlannedModel
+from worker.supervisor.decision import Plan, PlannedModel
 from worker.supervisor.supervisor import Supervisor, _Model
 
 

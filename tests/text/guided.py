@@ -22,8 +22,7 @@ from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import JobFailure
 from worker.text.dialects.values import Parameters
 from worker.text.grammar.builder import Grammars
-from worker.text.grammar.constraint import constraint_of, markup_of
-from worker.text.grammar.guide import GrammarStates
+from worker.text.grammar.guide import GrammarStates, constraint_of, markup_of
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
 from worker.text.grammar.row.grammar import RowGrammar

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from worker.bounded_json.reader import BodyReader
-from worker.chat.images import ImageInputs
+from worker.images.conversation import ImageInputs
 from worker.monitoring.sink import MetricsSink
 from worker.outcomes import OutcomeListener
 from worker.request import GenerationRequest

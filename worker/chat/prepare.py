@@ -9,10 +9,10 @@ from typing import Any
 
 from schemas import ChatRequest
 from worker.chat.context import WorkerContext
-from worker.chat.images import images_digest
 from worker.chat.request import read_request
 from worker.chat.speculation import prediction_tokens
 from worker.errors import CancelJob, JobFailure
+from worker.images.conversation import images_digest
 from worker.queue.job.job import Job
 from worker.request import PromptImage
 from worker.text.prompt.prompt import Prompt

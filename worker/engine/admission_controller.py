@@ -148,8 +148,9 @@ class AdmissionController:
         self.calibration = Calibration()
         self._shortage = Shortage()
         self._waiting: dict[str, WaitingRequest] = {}
-        self.needs_decision = False  # True if a new plan may differ from the last one; set by `mark_dirty`
+        self._is_dirty = False  # set by `mark_dirty`
         self._num_plans = 0  # that were applied
+        self._planned_at = 0.0  # time.monotonic() of the last one
         self._prefix_bytes = 0  # bytes of caches that outlive a request, at the end of the last step
         self._bounds: Bounds = ()  # of the length classes that rows decode in
         self._reservation = Reservation(peak_bytes=costs.resident_bytes)
@@ -250,7 +251,14 @@ class AdmissionController:
 
     def mark_dirty(self) -> None:
         """Request a new plan, since memory may have become free."""
-        self.needs_decision = True
+        self._is_dirty = True
+
+    @property
+    def needs_decision(self) -> bool:
+        """True if a new plan may differ from the last one."""
+        return self._is_dirty or (
+            len(self._waiting) > 0 and self._shortage.has_eased(self._planned_at, time.monotonic())
+        )
 
     @property
     def free_bytes(self) -> int:
@@ -280,8 +288,9 @@ class AdmissionController:
     def apply(self, plan: AdmissionPlan) -> list[PreemptedRow]:
         """Drop the saved caches, and take over the bounds and the reservation. The rows to admit or to refuse keep
         waiting until `pop`. Returns the rows whose caches were dropped."""
-        self.needs_decision, self._is_planned = False, True
+        self._is_dirty, self._is_planned = False, True
         self._num_plans += 1
+        self._planned_at = time.monotonic()
         dropped = [row for id in plan.drop_caches for row in self._waiting[id].drop_cache()]
         for id, rows in plan.overtaken.items():
             self._waiting[id].set_overtaken(rows)

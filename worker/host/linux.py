@@ -26,7 +26,7 @@ class Linux:
         named = ["--what=idle", "--who=sluice", "--why=jobs run"]
         return [command, *named] if command else []
 
-    def read(self) -> Signals:
+    def read(self, *, busy: bool = True) -> Signals:
         pressure = max(map(_pressure, self._files), default=Pressure.NORMAL)
         return Signals(pressure, hot=self._is_hot(), on_battery=self._is_on_battery())
 

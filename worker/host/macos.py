@@ -26,8 +26,9 @@ class MacOS:
         self._knows_heat = self._library.notify_register_check(name, ctypes.byref(self._heat)) == 0
         self._slow, self._slow_at = Signals(), float("-inf")
 
-    def read(self) -> Signals:
-        if time.monotonic() - self._slow_at >= 5.0:  # seconds; each starts two programs, of some 10 ms
+    def read(self, *, busy: bool = True) -> Signals:
+        # Seconds: each time starts two programs, of some 10 ms, and without jobs only metrics and `top` show them.
+        if time.monotonic() - self._slow_at >= (5.0 if busy else 300.0):
             idle_s = _idle_s(_output("/usr/sbin/ioreg", "-c", "IOHIDSystem", "-r", "-d", "1"))
             on_battery = _is_on_battery(_output("/usr/bin/pmset", "-g", "batt"))
             self._slow, self._slow_at = Signals(idle_s=idle_s, on_battery=on_battery), time.monotonic()

@@ -27,8 +27,9 @@ class Host(Protocol):
     def awake_command(self) -> Sequence[str]:
         """The command that holds idle sleep off while the command after it runs; empty if there is none."""
 
-    def read(self) -> Signals:
-        """Return the state of the machine. May block for some seconds."""
+    def read(self, *, busy: bool = True) -> Signals:
+        """Return the state of the machine. May block for some seconds. `busy`: jobs run; without any, what costs much
+        to ask may be some minutes old."""
 
 
 def this_host() -> Host:
@@ -93,7 +94,7 @@ class HostWatch:
         """Return the signals, and True if sleep is held off."""
         try:
             self._host = self._host or this_host()
-            signals = self._host.read()
+            signals = self._host.read(busy=any(running.values()))
             return signals, self._awake.hold(self._host.awake_command, running, signals, time.monotonic())
         except Exception:  # the border of a thread: a machine that cannot be read is served as any other
             if not self._failed:

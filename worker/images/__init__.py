@@ -1,2 +1,1 @@
-"""Turns the image parts of a request into pixels. Used by a vision model's worker; independent of MLX, Redis and
-text processing."""
+"""Turns the image parts of a request into what a vision model takes; independent of MLX, Redis and text processing."""

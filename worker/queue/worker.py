@@ -34,56 +34,48 @@ from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
 
-_MAX_LOGGED = 100  # queues, since any client can create them
+
+async def log_unclaimed_queues(redis: Redis, model: str, *, every_s: float = 10.0) -> None:
+    """Log each queue that no worker reads once, until this task is cancelled: walk over the keys of the server, a
+    bounded part every `every_s` seconds. A user without SCAN looks for none. `model`: the one that this worker
+    serves."""
+    cursor, logged = 0, set[str]()
+    most = 100  # queues, since any client can create them
+    while True:
+        try:
+            # As many keys of the server take about 1 ms of its time.
+            cursor, found = await redis.scan(cursor, match=keys.QUEUES, count=2000)
+            for name in found[:most]:
+                key = name.decode("utf-8", "replace")
+                if key in logged or len(logged) >= most:
+                    continue
+                problem = keys.queue_problem(key) or await _unserved(redis, model, key)
+                if problem and (jobs := await _length(redis, name)):
+                    logged.add(key)
+                    logger.warning("no worker takes the %d jobs in %s: %s", jobs, key[:200], problem)
+        except NoPermissionError:
+            logger.debug("the server denies SCAN: queues without a worker are not looked for")
+            await asyncio.Event().wait()
+        except (RedisError, OSError):
+            pass  # the claim loop logs an outage
+        await asyncio.sleep(every_s)
 
 
-class UnclaimedQueues:
-    """Walks over the keys of the server, a bounded part in each step, and logs each such queue once."""
+async def _unserved(redis: Redis, own_model: str, key: str) -> str | None:
+    model = key.split(":")[2]
+    if model == own_model or await redis.exists(keys.model(model)):
+        return None
+    if await redis.hget(keys.ALIASES, model):  # type: ignore[misc]
+        return None  # the workers of the model that it stands for take these jobs
+    remedy = f"start one, correct the name in the producer, or run sluice queue purge {model}"
+    return f"no worker serves {model!r}; {remedy}"
 
-    def __init__(self, redis: Redis, model: str, *, every_s: float = 10.0) -> None:
-        """`model`: the one that this worker serves. `every_s`: seconds between two steps."""
-        self._redis, self._model = redis, model
-        self._every_s = every_s
-        self._cursor = 0
-        self._logged = set[str]()
 
-    async def run(self) -> None:
-        """Look for such queues until this task is cancelled. A user without SCAN looks for none."""
-        while True:
-            try:
-                await self._step()
-            except NoPermissionError:
-                logger.debug("the server denies SCAN: queues without a worker are not looked for")
-                await asyncio.Event().wait()
-            except (RedisError, OSError):
-                pass  # the claim loop logs an outage
-            await asyncio.sleep(self._every_s)
-
-    async def _step(self) -> None:
-        # As many keys of the server take about 1 ms of its time.
-        self._cursor, found = await self._redis.scan(self._cursor, match=keys.QUEUES, count=2000)
-        for name in found[:_MAX_LOGGED]:
-            key = name.decode("utf-8", "replace")
-            if key in self._logged or len(self._logged) >= _MAX_LOGGED:
-                continue
-            problem = keys.queue_problem(key) or await self._unserved(key)
-            if problem and (jobs := await self._jobs(name)):
-                self._logged.add(key)
-                logger.warning("no worker takes the %d jobs in %s: %s", jobs, key[:200], problem)
-
-    async def _unserved(self, key: str) -> str | None:
-        model = key.split(":")[2]
-        if model == self._model or await self._redis.exists(keys.model(model)):
-            return None
-        if await self._redis.hget(keys.ALIASES, model):  # type: ignore[misc]
-            return None  # the workers of the model that it stands for take these jobs
-        remedy = f"start one, correct the name in the producer, or run sluice queue purge {model}"
-        return f"no worker serves {model!r}; {remedy}"
-
-    async def _jobs(self, name: bytes) -> int:
-        if await self._redis.type(name) != b"zset":
-            return 0
-        return int(await self._redis.zcard(name))
+async def _length(redis: Redis, name: bytes) -> int:
+    """Return the jobs in a queue; 0 for a key of another type."""
+    if await redis.type(name) != b"zset":
+        return 0
+    return int(await redis.zcard(name))
 
 
 _LAST_WRITES_S = 5.0  # for the last writes of a stopping worker, if Redis does not answer at once
@@ -111,7 +103,7 @@ class QueueWorker:
     - `ControlListener` receives wake-ups, and cancellations for `CancelRequests`
     - `Publisher` writes events and endings
     - `LeaseKeeper` renews the leases, `Takeover` forbids taking others over after an outage
-    - `Presence` publishes that the worker is alive, `UnclaimedQueues` logs queues that no worker reads
+    - `Presence` publishes that the worker is alive, `log_unclaimed_queues` logs queues that no worker reads
     - `RestartTurn` lets the workers of a model restart one after the other
 
     `stopping` is set by the first signal: no more jobs are claimed. `force_stop` is set by the second one: the grace
@@ -176,7 +168,7 @@ class QueueWorker:
             partial(self._presence.run, self.jobs, metrics.set_waiting),
             self._turn.run,
             self.heartbeat.keep_beating,
-            UnclaimedQueues(redis, settings.model_name).run,
+            partial(log_unclaimed_queues, redis, settings.model_name),
         )
         self._handle_signals(asyncio.get_running_loop())
 

@@ -22,8 +22,7 @@ from worker.engine.model.load import model_folder, not_served
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.settings import Settings, read_settings
-from worker.supervisor.decision import Demand, shares
-from worker.supervisor.planned import Plan, PlannedModel
+from worker.supervisor.decision import Demand, Plan, PlannedModel, shares
 
 _PER_MODEL = {"model", "model_name", "worker_name"}  # settings that the supervisor writes
 _OF_ALL = {"redis_url", "redis_urls", "memory_headroom_gb", "log_level", "log_format"}

@@ -27,9 +27,8 @@ from worker.engine.memory import format_bytes
 from worker.errors import CannotStart
 from worker.process.child import environment_with
 from worker.queue.scripts import JOB_LIFE_MS, script
-from worker.supervisor.decision import Situation, decide
+from worker.supervisor.decision import Plan, PlannedModel, Situation, decide
 from worker.supervisor.locks import WorkerLocks
-from worker.supervisor.planned import Plan, PlannedModel
 
 logger = logging.getLogger("sluice.supervisor")
 

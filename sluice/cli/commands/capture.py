@@ -70,8 +70,8 @@ def capture(
     keys of the worker are not in it. Only its owner can read it. It prints the file's name.
 
     Jobs that are submitted from now on are recorded, each when it ends. Ctrl-C ends the recording; the file keeps what
-    there is, also of jobs that run. A worker deletes the request of a job that ends: with --id an ended job is recorded
-    without it, and one that takes milliseconds, such as a refused one, may be missed.
+    there is, also of jobs that run. The request of a job is deleted when it ends: with --id an ended job is recorded
+    without it.
 
     Exit codes: 0 something was recorded, 2 nothing was.
 
@@ -114,6 +114,7 @@ async def _capture(
         wanted = Wanted((await client.aliases()).get(wanted.model, wanted.model), wanted.tenant, wanted.failed_only)
         recorder = Recorder(client)
         if not ids:
+            await client.of_model(wanted.model).ping()  # of several servers another one may have answered
             await mention_missing_worker(client, wanted.model, waits="its jobs wait")
         jobs = recorder.record_known(ids) if ids else recorder.record_next(wanted, count)
         total = len(set(ids)) if ids else count
@@ -135,8 +136,7 @@ async def _capture(
                 for job in await recorder.record_unfinished():
                     write(job)
         if recorder.skipped:
-            ended = counted(recorder.skipped, "job")
-            note(f"{ended} ended before they could be read, or came while too many were held.", style="yellow")
+            note(f"{counted(recorder.skipped, 'job')} came while too many were held.", style="yellow")
 
 
 async def _until(

@@ -19,8 +19,6 @@ from sluice.wording import counted
 
 queue = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-NO_WORKERS = "none"
-
 
 @queue.callback()
 def _about() -> None:
@@ -96,7 +94,7 @@ def print_queues(queues: list[Queue]) -> None:
         "Queues",
         {"model": "left", "lane": "left", "jobs": "right", "oldest": "right", "workers": "right"},
         [
-            (q.model, q.lane, f"{q.jobs:,}", format_duration(q.oldest_s), str(q.workers) if q.served else NO_WORKERS)
+            (q.model, q.lane, f"{q.jobs:,}", format_duration(q.oldest_s), str(q.workers) if q.served else "none")
             for q in queues
         ],
     )

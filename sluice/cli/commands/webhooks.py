@@ -231,14 +231,21 @@ def deliver_events(redis_url: RedisUrl = REDIS_URL) -> None:
     asyncio.run(stoppable(run()))
 
 
-def _stores(client: Client) -> list[WebhookStore]:
-    """Return the store of each server; all have the same endpoints."""
-    return [WebhookStore(server.redis, server.retries) for server in client.servers]
+def _store(server: Client) -> WebhookStore:
+    return WebhookStore(server.redis, server.retries)
+
+
+async def _stores(client: Client) -> list[WebhookStore]:
+    """Return the store of each server, once all of them answer: they have the same endpoints, and half a change would
+    leave a secret that nobody has seen."""
+    for server in client.servers:
+        await server.ping()
+    return [_store(server) for server in client.servers]
 
 
 async def _add(url: str, endpoint: Endpoint) -> None:
     async with connected(url) as client:
-        for store in _stores(client):
+        for store in await _stores(client):
             try:
                 await store.add(endpoint)
             except ValueError as error:
@@ -246,13 +253,16 @@ async def _add(url: str, endpoint: Endpoint) -> None:
 
 
 async def _read_endpoints(url: str) -> tuple[list[tuple[Endpoint, Counts]], int]:
+    async def read(server: Client) -> tuple[list[Endpoint], dict[str, Counts], int]:
+        store = _store(server)
+        endpoints = await store.endpoints()
+        return endpoints, {each.id: await store.counts(each.id) for each in endpoints}, await store.dropped()
+
     async with connected(url) as client:
-        stores = _stores(client)
-        found = [
-            (endpoint, sum([await store.counts(endpoint.id) for store in stores], Counts()))
-            for endpoint in await stores[0].endpoints()
-        ]
-        return found, sum([await store.dropped() for store in stores])
+        answers = await client.ask_all(read)
+    endpoints = answers[0][0]
+    counted = [sum([counts.get(each.id, Counts()) for _, counts, _ in answers], Counts()) for each in endpoints]
+    return [*zip(endpoints, counted, strict=True)], sum(dropped for _, _, dropped in answers)
 
 
 async def _find(store: WebhookStore, id: str) -> Endpoint:
@@ -267,7 +277,7 @@ async def _test(url: str, id: str) -> str:
     with needs_gateway():
         from sluice.webhooks.deliverer import Sender
     async with connected(url) as client:
-        stores = _stores(client)
+        stores = await _stores(client)
         endpoint = await _find(stores[0], id)
         now_ms = round(time.time() * 1000)
         event: dict[str, Any] = {"id": f"evt_test{now_ms}", "object": "event", "created_at": now_ms // 1000}
@@ -283,7 +293,7 @@ async def _test(url: str, id: str) -> str:
 
 async def _rotate(url: str, id: str, overlap_ms: int) -> Endpoint:
     async with connected(url) as client:
-        stores = _stores(client)
+        stores = await _stores(client)
         endpoint = (await _find(stores[0], id)).rotated(round(time.time() * 1000), overlap_ms)
         for store in stores:
             if await store.change(id, lambda now: replace(now, secrets=endpoint.secrets)) is None:
@@ -293,32 +303,38 @@ async def _rotate(url: str, id: str, overlap_ms: int) -> Endpoint:
 
 async def _remove(url: str, id: str) -> None:
     async with connected(url) as client:
-        removed = [await store.change(id, lambda _: None) for store in _stores(client)]
+        removed = [await store.change(id, lambda _: None) for store in await _stores(client)]
         if not any(removed):
             raise _unknown(id)
 
 
 async def _read_deliveries(url: str, dead: bool) -> list[tuple[str, Delivery, int | None]]:
     """Return the id of the endpoint, the delivery, and when it is due, in Unix milliseconds."""
-    found: list[tuple[str, Delivery, int | None]] = []
+
+    async def read(server: Client) -> list[tuple[str, Delivery, int | None]]:
+        store = _store(server)
+        found: list[tuple[str, Delivery, int | None]] = []
+        for endpoint in await store.endpoints():
+            if dead:
+                found += [(endpoint.id, each, None) for each in await store.dead(endpoint.id)]
+            else:
+                found += [(endpoint.id, each, due_ms) for each, due_ms in await store.waiting(endpoint.id)]
+        return found
+
     async with connected(url) as client:
-        for store in _stores(client):
-            for endpoint in await store.endpoints():
-                if dead:
-                    found += [(endpoint.id, each, None) for each in await store.dead(endpoint.id)]
-                else:
-                    found += [(endpoint.id, each, due_ms) for each, due_ms in await store.waiting(endpoint.id)]
-    return sorted(found, key=lambda each: each[1].since_ms)
+        answers = await client.ask_all(read)
+    return sorted((each for found in answers for each in found), key=lambda each: each[1].since_ms)
 
 
 async def _retry(url: str, id: str) -> int:
-    retried = 0
+    async def retry_on(server: Client) -> int:
+        store = _store(server)
+        now_ms = await store.now_ms()
+        letters = [(each.id, None if each.id == id else id) for each in await store.endpoints()]
+        return sum([await store.retry(endpoint_id, event_id, now_ms) for endpoint_id, event_id in letters])
+
     async with connected(url) as client:
-        for store in _stores(client):
-            now_ms = await store.now_ms()
-            for endpoint in await store.endpoints():
-                retried += await store.retry(endpoint.id, None if endpoint.id == id else id, now_ms)
-    return retried
+        return sum(await client.ask_all(retry_on))
 
 
 def _unknown(id: str) -> CliError:

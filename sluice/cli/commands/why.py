@@ -14,10 +14,10 @@ from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.contract import keys
-from sluice.contract.events import FINAL
+from sluice.contract.events import FINAL, Failed, parse_event
 from sluice.contract.phases import Happened, JobPhases, Phase
 
-_LEASE = b"lease"  # beside the fields of the job's hash
+_LEASE, _FINAL = b"lease", b"final event"  # beside the fields of the job's hash
 _HELP = {
     "queue": "waits for a worker with a free row",
     "load": "the worker starts, and loads its model",
@@ -43,7 +43,8 @@ def why(
 
     It can be asked while the job waits or runs, and for an hour after its end (SLUICE_RESULT_TTL_S). Times are seconds
     since its submission. With --json, print {"id", "state", "model", "lane", "phases", "moments"}, with Unix seconds;
-    a phase that lasts has no `ended`. Exit code 2: the job is unknown, or its state has expired.
+    a phase that lasts has no `ended`. The error of a job that failed goes to stderr. Exit code 2: the job is unknown,
+    or its state has expired.
 
     \b
     Examples:
@@ -67,12 +68,15 @@ def why(
         _print(id, job, phases, moments, now)
     else:
         note(f"{id} is {state}; nothing else is known of it.")
+    if state == "failed":
+        note(_failure(known[_FINAL]))
     if state == "running" and not known.get(_LEASE):
         note("its worker is gone; another one of the model takes it over.", style="yellow")
 
 
 async def _read(url: str, job_id: str) -> tuple[str | None, dict[bytes, bytes], float]:
-    """Return the job's state, None for an unknown job; the fields of its hash and its lease; and the server's time."""
+    """Return the job's state, None for an unknown job; the fields of its hash, its lease, and its final event if it has
+    failed; and the server's time."""
     async with connected(url) as client:
         at = await client.of_job(job_id)
         state = await at.state(job_id)  # first, since it ends a job whose deadline has passed
@@ -82,10 +86,13 @@ async def _read(url: str, job_id: str) -> tuple[str | None, dict[bytes, bytes], 
 
 
 async def _read_fields(redis: Redis, job_id: str) -> tuple[dict[bytes, bytes], float]:
-    fields: dict[bytes, bytes] = await redis.hgetall(keys.job(job_id))  # type: ignore[misc]
-    owner: bytes | None = await redis.get(f"arq:in-progress:{job_id}")
-    seconds, microseconds = await redis.time()
-    return {**fields, _LEASE: owner or b""}, seconds + microseconds / 1e6
+    async with redis.pipeline() as pipe:  # a transaction: the end of a job deletes its lease
+        pipe.hgetall(keys.job(job_id))
+        pipe.get(f"arq:in-progress:{job_id}")
+        pipe.time()
+        fields, owner, (seconds, microseconds) = await pipe.execute()
+    final: bytes | None = await redis.get(keys.result(job_id)) if fields.get(b"state") == b"failed" else None
+    return {**fields, _LEASE: owner or b"", _FINAL: final or b""}, seconds + microseconds / 1e6
 
 
 def _told_by(known: dict[bytes, bytes], state: str) -> list[Phase]:
@@ -98,6 +105,15 @@ def _told_by(known: dict[bytes, bytes], state: str) -> list[Phase]:
     if started_at is not None and state != "queued":
         phases.append(Phase("prepare", attempt, worker, started_at, finished_at))
     return phases
+
+
+def _failure(final: bytes) -> str:
+    """Return why a job has failed, by its final event."""
+    try:
+        event = parse_event(final)
+    except ValueError:
+        event = None
+    return f"{event.error.type}: {event.error.message}" if isinstance(event, Failed) else "its error has expired."
 
 
 def _seconds(stored: bytes | None) -> float | None:

@@ -9,7 +9,7 @@ import typer
 
 from sluice.cli.commands.queue import note_unserved
 from sluice.cli.errors import CliError, connected
-from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, number
+from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, is_given, number
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.client import Client
@@ -136,8 +136,7 @@ def _print_depths(depths: Depths) -> None:
 def _refuse_misplaced(context: typer.Context) -> None:
     """Refuse an option of the list in front of another command, which would not receive it. Raises `CliError`."""
     for option, name in (("--redis-url", "redis_url"), ("--json", "as_json")):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if is_given(context, name):
             raise CliError(f"{option}: it must follow the command. See: sluice workers {context.invoked_subcommand} -h")
 
 

@@ -144,8 +144,25 @@ end
 
 local ABORT = 'arq:abort' -- sorted set of arq's: ids of jobs to end, by the time of the request in Unix milliseconds
 
+-- While a capture of its model runs, keep the body of a job that ends, and its id, for some seconds: see
+-- sluice/capture/recorder.py.
+local CAPTURED_MS = 10000
+local function keep_for_captures(queue, id)
+  local model, lane = string.match(queue, '^sluice:queue:([^:]+):(%a+)$')
+  if not model or redis.call('EXISTS', 'sluice:capture:' .. model) == 0 then return end
+  local ended, body, now = 'sluice:captured:' .. model, redis.pcall('GET', 'arq:job:' .. id), milliseconds()
+  local queued = redis.pcall('ZSCORE', queue, id)
+  -- An error, of a full server or for a foreign value, costs the capture the job, and the job nothing.
+  if type(body) == 'string' then redis.pcall('SET', ended .. ':' .. id, body, 'PX', CAPTURED_MS) end
+  redis.pcall('ZADD', ended, now, stamp(type(queued) == 'string' and queued or now) .. lane .. ':' .. id)
+  redis.pcall('PEXPIRE', ended, CAPTURED_MS)
+  local late = redis.pcall('ZRANGEBYSCORE', ended, '-inf', now - CAPTURED_MS, 'LIMIT', 0, 2) -- one more than was added
+  for i = 1, #late do redis.pcall('ZREM', ended, late[i]) end
+end
+
 -- Remove a job that ends from the queue, its index, and the requests to abort it.
 local function remove_from_queue(queue, id)
+  keep_for_captures(queue, id)
   redis.call('ZREM', queue, id)
   redis.pcall('ZREM', ABORT, id) -- an error for a foreign value
   in_index(remove_from_index, index_of(queue), id)

@@ -43,7 +43,7 @@ class _ImageBlock(_StrictBody):
     cache_control: CacheControl = None
 
 
-class PlainTextSource(_StrictBody):
+class _PlainTextSource(_StrictBody):
     type: Literal["text"]
     media_type: Literal["text/plain"]
     data: BodyText
@@ -53,7 +53,7 @@ class _DocumentBlock(_StrictBody):
     """A document in plain text; PDF files are refused."""
 
     type: Literal["document"]
-    source: Annotated[PlainTextSource, Field(description="Only plain text.")]
+    source: Annotated[_PlainTextSource, Field(description="Only plain text.")]
     title: BodyText | None = None
     context: BodyText | None = None
     citations: dict[str, Any] | None = None
@@ -212,20 +212,20 @@ class _ThinkingOff(_StrictBody):
 ThinkingOption = Annotated[_ThinkingOn | _ThinkingAdaptive | _ThinkingOff, Field(discriminator="type")]
 
 
-class OutputFormat(_StrictBody):
+class _OutputFormat(_StrictBody):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class Effort(_StrictBody):
+class _Effort(_StrictBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class OutputConfig(Effort):
-    format: OutputFormat | None = None
+class _OutputConfig(_Effort):
+    format: _OutputFormat | None = None
 
 
-class ToolReference(_StrictBody):
+class _ToolReference(_StrictBody):
     type: Literal["tool_reference"]
     name: BodyText
 
@@ -239,7 +239,7 @@ class _ToolAddition(_StrictBody):
     """A tool that is offered from here on: one of `tools`, or another."""
 
     type: Literal["tool_addition"]
-    tool: Annotated[ToolReference | _ToolDefinition, Field(discriminator="type")]
+    tool: Annotated[_ToolReference | _ToolDefinition, Field(discriminator="type")]
     cache_control: CacheControl = None
 
 
@@ -247,7 +247,7 @@ class _ToolRemoval(_StrictBody):
     """A tool that is not offered from here on."""
 
     type: Literal["tool_removal"]
-    tool: Annotated[ToolReference, Field(description="By the name of one of the tools.")]
+    tool: Annotated[_ToolReference, Field(description="By the name of one of the tools.")]
     cache_control: CacheControl = None
 
 
@@ -263,14 +263,14 @@ class SystemTurn(_StrictBody):
         _String | Annotated[list[SystemBlock], Field(fail_fast=True), Tag("array")],
         _STRING_OR_BLOCKS,
     ]
-    output_config: Effort | None = None
+    output_config: _Effort | None = None
     clear_at: Literal["next_user_message", "never"] | None = None
 
 
 Message = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
-class Metadata(_StrictBody):
+class _Metadata(_StrictBody):
     user_id: Annotated[str, Field(min_length=1, max_length=4_096)] | None = None
 
 
@@ -286,8 +286,8 @@ class CountBody(_StrictBody):
     tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoiceOption | None = None
     thinking: ThinkingOption | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _OutputFormat | None = None
     cache_control: CacheControl = None
     context_management: dict[str, Any] | None = None  # edits of the history at Anthropic: none is made here
     speed: Literal["standard", "fast"] | None = None
@@ -302,7 +302,7 @@ class MessagesBody(CountBody):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    metadata: Metadata | None = None
+    metadata: _Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
     @property

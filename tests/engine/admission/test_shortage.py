@@ -33,6 +33,16 @@ def test_a_failure_halves_what_was_reserved_and_time_doubles_it() -> None:
     assert rows_bytes(shortage, 5 * MINUTES) == 3_000_000
 
 
+def test_plans_are_made_again_while_the_limits_grow() -> None:
+    shortage = Shortage()
+    assert not shortage.has_eased(0.0, 60 * MINUTES)
+    shortage.record(8_000_000, 0, 0.0)
+    assert [shortage.has_eased(since, now) for since, now in ((0.0, 4.9), (0.0, 5.0), (20.0, 24.0))] == [
+        False, True, False
+    ]  # fmt: skip
+    assert not shortage.has_eased(60 * MINUTES, 90 * MINUTES)
+
+
 def test_shorter_chunks_are_tried_before_less_memory() -> None:
     shortage = Shortage()
     shortage.record(8_000_000, 512, 0.0)

@@ -5,9 +5,11 @@ import hashlib
 import json
 import random
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai as sdk
@@ -16,7 +18,7 @@ from openai import AsyncOpenAI
 from openai.types import Upload as SdkUpload
 
 from sluice.batch import store
-from sluice.batch.store import FileStore
+from sluice.batch.store import FileStore, NewFile, StoredFile, Upload
 from tests.gateway.batches.test_files import LINE, form, on_disk, request, tenants
 from tests.gateway.gateways import HttpGateway
 from tests.queue.helpers import until
@@ -211,6 +213,29 @@ async def test_an_upload_and_its_parts_are_gone_after_an_hour(
             await call()
     FileStore(folder).sweep()
     assert on_disk(folder) == []
+
+
+@pytest.mark.parametrize("joined", [False, True])
+async def test_an_upload_that_expires_while_it_is_joined_becomes_a_file(
+    openai: AsyncOpenAI, folder: Path, monkeypatch: pytest.MonkeyPatch, *, joined: bool
+) -> None:
+    upload, join = await created(openai, 6), Upload.join
+    ids = await added(openai, upload, b"abc", b"def")
+
+    def join_late(self: Upload, parts: Sequence[StoredFile], new: NewFile, md5: Any) -> Iterator[bool]:
+        if joined:
+            yield from join(self, parts, new, md5)
+        monkeypatch.setattr(store, "time", SimpleNamespace(time=lambda: time.time() + 3_601))
+        FileStore(folder).sweep()
+        if not joined:
+            yield from join(self, parts, new, md5)
+
+    monkeypatch.setattr(Upload, "join", join_late)
+    done = await openai.uploads.complete(upload.id, part_ids=ids)
+    assert done.file is not None
+    assert (await openai.files.content(done.file.id)).content == b"abcdef"
+    FileStore(folder).sweep()
+    assert on_disk(folder) == [done.file.id], "the upload is gone"
 
 
 async def test_a_part_that_is_cut_leaves_nothing(openai: AsyncOpenAI, gateway: HttpGateway, folder: Path) -> None:

@@ -31,7 +31,7 @@ from tests.images.pictures import patch, saved
 from tests.queue.helpers import field, listening, settings, working
 from tests.queue.test_images import SIGN, DimEyes
 from tests.waiting import until
-from worker.chat.images import ImageInputs
+from worker.images.conversation import ImageInputs
 from worker.jobs import chat, count
 
 Said = dict[str, Any]

@@ -12,10 +12,10 @@ from tests.selection import examples
 from tests.text.grammar.schema.test_held import KEYWORDS, ODD, WHOLE
 from tests.text.guided import FORCED, model
 from worker.errors import JobFailure
-from worker.text.grammar.attempt import question
 from worker.text.grammar.builder import Grammars, OutputConstraint
-from worker.text.grammar.constraint import markup_of
+from worker.text.grammar.guide import markup_of
 from worker.text.grammar.tool_grammars import HeldFunction
+from worker.text.grammar.trial import question
 
 HUGE = st.sampled_from([10**400, -(10**400), 10**4299 - 1, 10**4300 - 1, 1e308, 5e-324, -0.0, 2**63])
 NAMES = st.sampled_from(["a", "b", "$defs", "type", "", "a b", "</parameter>", "é"])

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.text.guided import EOS, OTHER_EOS, by, model, request
 from tests.text.structured import allowed
 from worker.text.grammar.builder import Grammars
-from worker.text.grammar.constraint import constraint_of, markup_of
+from worker.text.grammar.guide import constraint_of, markup_of
 from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_twice

@@ -24,9 +24,9 @@ from tests.text.guided import (
     spelled,
 )
 from tests.text.structured import Schema, allowed, walk
-from worker.text.grammar.attempt import TOO_MANY_STATES
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.row.grammar import RowGrammar
+from worker.text.grammar.trial import TOO_MANY_STATES
 from worker.text.prompt.prompt import Prompt, Thinking
 from worker.text.tokenizer import Vocabulary
 

@@ -19,8 +19,12 @@ from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import JobFailure
 from worker.process.child import Child
 from worker.process.frames import Frame
-from worker.text.grammar import attempt, guide, lark
-from worker.text.grammar.attempt import (
+from worker.text.grammar import guide, lark, trial
+from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
+from worker.text.grammar.guide import GrammarStates, constraint_of, is_quick
+from worker.text.grammar.row.grammar import RowGrammar
+from worker.text.grammar.tool_grammars import HeldFunction
+from worker.text.grammar.trial import (
     TOO_MANY_STATES,
     CompiledGrammar,
     CompileError,
@@ -28,11 +32,6 @@ from worker.text.grammar.attempt import (
     Verdict,
     question,
 )
-from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
-from worker.text.grammar.constraint import constraint_of, is_quick
-from worker.text.grammar.guide import GrammarStates
-from worker.text.grammar.row.grammar import RowGrammar
-from worker.text.grammar.tool_grammars import HeldFunction
 from worker.text.prompt.prompt import Prompt
 from worker.text.tokenizer import Vocabulary
 
@@ -305,11 +304,11 @@ async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ende
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It sends its verdict before it searches for the part that is wrong, then what it finds; the last one counts."""
-    monkeypatch.setattr(attempt, "_SEARCH_CPU_S", float("inf"))
+    monkeypatch.setattr(trial, "_SEARCH_CPU_S", float("inf"))
     grammars = Grammars(Markup({}, "hermes"))
     nothing = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
     functions = HeldFunction("f", {"type": "object"}), HeldFunction("g", nothing)
-    found = [*attempt._verdicts(grammars, OutputConstraint(None, functions, allows_many=False), has_thought=False)]
+    found = [*trial._verdicts(grammars, OutputConstraint(None, functions, allows_many=False), has_thought=False)]
     assert isinstance(found[0], CompileError)
     places = ("", "tools: g", "tools: g: #/properties/a")
     assert found == [CompileError(found[0].message, place) for place in places]
@@ -317,16 +316,16 @@ async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ende
 
 async def test_a_process_sends_each_kind_of_verdict() -> None:
     markup, fine = Markup({}, "hermes"), HeldFunction("f", {"type": "object"})
-    trial = Child("worker.text.grammar.attempt")
+    child = Child("worker.text.grammar.trial")
 
     def verdict(constraint: OutputConstraint) -> Verdict:
         asked = question(markup, constraint, has_thought=False)
-        return attempt.verdict_of(trial.ask(None, asked, attempt.LIMITS).head)
+        return trial.verdict_of(child.ask(None, asked, trial.LIMITS).head)
 
     compiled = verdict(OutputConstraint(None, (fine,), allows_many=False))
     refused = verdict(OutputConstraint({"oneOf": [{}, {}]}, (), allows_many=False))
     wrong = verdict(OutputConstraint({"type": "string", "enum": [1]}, (), allows_many=False))
-    trial.close()
+    child.close()
     assert [type(each) for each in (compiled, refused, wrong)] == [CompiledGrammar, RefusedConstraint, CompileError]
     assert isinstance(refused, RefusedConstraint)
     assert refused.type == "invalid_request"

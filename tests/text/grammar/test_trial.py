@@ -10,10 +10,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tests.text.dialects.reading import BY_NAME
 from tests.text.grammar.schema.answers import Schema
-from worker.text.grammar.attempt import try_strings
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar, error_of
 from worker.text.grammar.tool_grammars import HeldFunction, tool_calls
+from worker.text.grammar.trial import try_strings
 
 WORDS = r"^$|(^(?:\S+\s+){0,99}\S+$)"
 

@@ -29,6 +29,12 @@ class Shortage:
         )
         return replace(limits, max_bytes=min(rows, alone), most_bytes=alone)
 
+    def has_eased(self, since: float, now: float) -> bool:
+        """Return True if rows that have waited since a plan of this time may fit by now: the limits grow by some 1 % in
+        the five seconds between two such plans."""
+        is_short = min(self._rows_bytes, self._alone_bytes) < inf
+        return is_short and now - since >= 5.0 and self._growth(now) > self._growth(since)
+
     def longest_chunk(self, longest: int, now: float) -> int:
         """Return the most tokens of a forward of prompts, at most `longest`."""
         return longest if self._chunk == inf else int(min(longest, self._chunk * self._growth(now)))

@@ -21,12 +21,11 @@ from worker.engine.model.profile import weights_bytes
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.load import EncodeImages, Load, LoadImages
-from worker.engine.prefill.reuse import Beginning
 from worker.engine.prefill.scoring import DraftScorer
 from worker.engine.prefill.spans import ComputeSpans, PackRow, dense_prefix_len, window_of
 from worker.engine.prefill.specprefill import Score
 from worker.engine.prefill.stage import Phase, Stage
-from worker.engine.prefill.task import Advanced, PromptTask
+from worker.engine.prefill.task import Advanced, Beginning, PromptTask
 from worker.engine.prefix.tree import shared_length
 from worker.engine.speculation.mtp import Head
 from worker.engine.step.cost import CostEstimate, Forward, PromptChunk, PromptCost

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from worker.text.dialects.dialect import Dialect
-from worker.text.dialects.header_calls import HeaderCalls
-from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.json_calls import HeaderCalls, JsonCalls
 from worker.text.dialects.pythonic import GemmaCalls, PythonicCalls
 from worker.text.dialects.tag_calls import TagCalls
 

@@ -1,4 +1,4 @@
-"""Compiles grammars with llguidance. A client's grammar is first compiled in a child process: see `attempt`.
+"""Compiles grammars with llguidance. A client's grammar is first compiled in a child process: see `trial`.
 
 A schema can overflow the compiler's stack, which ends the process, or occupy it for minutes and fill gigabytes of
 memory. llguidance (1.9) limits neither, but a child process can be limited and killed.

@@ -7,8 +7,7 @@ from typing import Any
 
 from worker.errors import JobFailure
 from worker.text.dialects.dialect import CALL_ID, Dialect
-from worker.text.dialects.header_calls import HeaderCalls
-from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.json_calls import HeaderCalls, JsonCalls
 from worker.text.dialects.pythonic import GemmaCalls, PythonicCalls
 from worker.text.dialects.table import by_name
 from worker.text.dialects.tag_calls import TagCalls, tag

@@ -113,6 +113,9 @@ def submit_run(
         print_json(asdict(submitted))
         return
     print(submitted.id)
+    if submitted.status != "validating":
+        note(f"{submitted.id} was submitted before, and is {submitted.status}.")
+        return
     until = submitted.sluice.not_before
     waits = "its scheduled time" if until is None else f"{datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     note(f"{submitted.id} waits for {waits}. See: sluice batch status {submitted.id}")

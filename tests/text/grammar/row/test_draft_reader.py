@@ -15,7 +15,7 @@ from tests.text.guided import ANY_OBJECT, CITY, CLOCK, EOS, FORCED, OTHER_EOS, W
 from tests.text.structured import Schema, allowed, schema
 from worker.request import GrammarAhead
 from worker.text.grammar.builder import Grammars
-from worker.text.grammar.constraint import constraint_of, markup_of
+from worker.text.grammar.guide import constraint_of, markup_of
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.row.thought import ThoughtMask, ThoughtState
 from worker.text.grammar.sandbox import compile_grammar

@@ -21,12 +21,12 @@ from tests.text.grammar.schema.answers import Schema
 from tests.text.grammar.schema.combined import compiled, of_2020_12, of_parts, takes, wrong_answer
 from tests.text.grammar.test_trial import stream
 from worker.errors import JobFailure
-from worker.text.grammar import attempt
-from worker.text.grammar.attempt import CompiledGrammar, question, try_strings
+from worker.text.grammar import trial
 from worker.text.grammar.builder import Markup, OutputConstraint
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar
 from worker.text.grammar.tool_grammars import HeldFunction
+from worker.text.grammar.trial import CompiledGrammar, question, try_strings
 
 pytestmark = [pytest.mark.slow, pytest.mark.registry]
 
@@ -156,7 +156,7 @@ def test_no_foreign_pattern_ends_a_stream(packages: Path, vocabulary: LLTokenize
 
 
 def test_no_foreign_schema_of_a_tool_refuses_a_forced_call(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_SEARCH_CPU_S", float("inf"))  # this process has used more
+    monkeypatch.setattr(trial, "_SEARCH_CPU_S", float("inf"))  # this process has used more
     suite = [group["schema"] for draft in DRAFTS for _, group in suite_of(packages, draft)]
     found = [{"properties": {"a": each}} for each in suite] + list(vendored(packages))
     counts, refused = Counter[str](), list[tuple[Any, Any]]()
@@ -165,7 +165,7 @@ def test_no_foreign_schema_of_a_tool_refuses_a_forced_call(packages: Path, monke
         parameters = {**schema, "type": "object"} if isinstance(schema, dict) else {}
         constraint = OutputConstraint(None, (HeldFunction("f", parameters, strict=False),), allows_many=False)
         asked = question(Markup({}, "hermes"), constraint, has_thought=False)
-        attempt._answer(asked, lambda head, body: verdicts.append(head))  # noqa: B023
+        trial._answer(asked, lambda head, body: verdicts.append(head))  # noqa: B023
         kind, *fields = verdicts[0]
         if kind != CompiledGrammar.__name__:
             refused.append((schema, fields))

@@ -17,12 +17,12 @@ from tests.text.grammar.schema.answers import Schema, answers, matcher, takes
 from tests.text.grammar.schema.test_choices import SCHEMAS
 from tests.text.grammar.schema.test_patterns import PATTERNS
 from worker.errors import JobFailure
-from worker.text.grammar.attempt import grammar_error
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable
 from worker.text.grammar.schema.formats import FORMATS
 from worker.text.grammar.schema.rewrite import rewrite
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword
+from worker.text.grammar.trial import grammar_error
 
 
 def complaint(schema: Any) -> str | None:

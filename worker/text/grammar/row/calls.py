@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from worker.request import GrammarAhead, GrammarError
 from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallBegan, CallEnded, Functions
-from worker.text.dialects.header_calls import HeaderCalls
+from worker.text.dialects.json_calls import HeaderCalls
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.row.reader import ROLLBACK
 from worker.text.output.formats import ModelFormat

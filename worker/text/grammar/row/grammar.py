@@ -7,10 +7,10 @@ from functools import partial
 from llguidance import LLMatcher
 
 from worker.request import GrammarAhead, GrammarError
-from worker.text.grammar.attempt import grammar_error
 from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.row.reader import FiniteNumbers, GrammarReader
 from worker.text.grammar.row.thought import ThoughtState
+from worker.text.grammar.trial import grammar_error
 
 
 class AllDraftsTime:

@@ -15,8 +15,8 @@ from tests.images.pictures import data_url, patch, saved
 from tests.text import conversations
 from tests.text.conversations import Said, user
 from worker.byte_lru import ByteLRU
-from worker.chat.images import ImageInputs, PixelBudget
 from worker.errors import JobFailure
+from worker.images.conversation import ImageInputs, PixelBudget
 from worker.request import ProcessedImage, PromptImage
 from worker.settings import Settings
 

@@ -1,4 +1,4 @@
-"""Child process that writes the grammar of a client's constraint and compiles it: see `compiler`.
+"""Child process that writes the grammar of a client's constraint and compiles it: see `guide`.
 
 It answers a marshalled question with its verdict. If the grammar does not compile, further answers name the part of the
 request that causes it, each more exactly than the one before. The search for that part has a time limit.
