@@ -95,6 +95,7 @@ async def _is_alone(db: Redis) -> bool:
     return bool(await db.hlen(FLEET) == 1)
 
 
+@pytest.mark.slow
 async def test_the_record_of_a_worker_agrees_with_its_answers(redis_url: str, client: Client, db: Redis) -> None:
     with WorkerProcess(redis_url, max_rows=2, lease_s=1):
         talk = Talk(client, "rivers")

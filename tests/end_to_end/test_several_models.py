@@ -261,7 +261,6 @@ async def test_a_dead_worker_comes_back_with_a_growing_delay_while_others_serve(
         assert supervisor.worker_pids()["a"] == running_pid
 
 
-@pytest.mark.slow  # one that is killed and started at once has lost a worker too
 async def test_a_supervisor_that_is_killed_takes_its_workers_along(redis_url: str) -> None:
     with Supervisor(redis_url, "ab") as supervisor:
         await until(lambda: supervisor.states() == "loaded loaded")
@@ -306,6 +305,7 @@ async def test_a_chat_model_and_an_embedding_model_are_loaded_for_their_jobs(
         assert "Traceback" not in supervisor.log()
 
 
+@pytest.mark.slow  # tests/supervisor/test_locks.py counts the workers of one that was killed
 async def test_a_supervisor_that_is_killed_and_started_at_once_waits_for_the_memory_of_its_old_workers(
     redis_url: str,
 ) -> None:
@@ -326,6 +326,7 @@ async def test_a_supervisor_that_is_killed_and_started_at_once_waits_for_the_mem
                 os.kill(old["b"], signal.SIGKILL)
 
 
+@pytest.mark.slow  # tests/end_to_end/test_up.py has one model, and the tests above have several
 def test_up_with_two_models_serves_both(tmp_path: Path) -> None:
     second = f"small={TINY_CHAT}"
     with running(tmp_path, "--model", second, "--http-port", str(free_port())) as up:

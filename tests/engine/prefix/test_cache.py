@@ -223,7 +223,9 @@ def test_what_two_prompts_share_is_found_by_the_third(family: str, growth: list[
         sent.append(tokens)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_5", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3", "falcon_h1"))]
+)
 def test_an_agents_session_finds_what_was_sent_before(family: str) -> None:
     """The shape of a coding agent's requests: turns that grow by tool results, and between them titles and several
     subagents with the same tools, but system prompts of their own. Each conversation continues what it has sent."""

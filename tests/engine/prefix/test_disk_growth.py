@@ -2,6 +2,7 @@
 
 import errno
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,16 @@ from worker.engine.admission import plan as growth
 from worker.prefix_store.folder import _CountingFile
 from worker.request import Sampling
 
-PROMPT, ANSWER, FIRST = 150, 700, 64  # tokens; `FIRST` are reserved for an answer at first
+PROMPT, ANSWER, FIRST = 150, 350, 64  # tokens; `FIRST` are reserved for an answer at first
 NO_END = Sampling(logit_bias=((2, -100.0),))
-FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])  # keys, a window, states
+KINDS = ("llama", "gemma3", "qwen3_5")  # keys, a window, states
+FAMILIES = pytest.mark.parametrize("family", KINDS)
+
+
+def families(quick: str) -> pytest.MarkDecorator:
+    """Run a test for one family, and with `--all` for the others too."""
+    cases = [pytest.param(each, marks=[pytest.mark.slow] * (each != quick)) for each in KINDS]
+    return pytest.mark.parametrize("family", cases)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +43,7 @@ def tokens_of(id: str) -> tuple[int, ...]:
     return prompt(PROMPT, {"old": 1, "young": 2}[id])
 
 
+@cache
 def alone(family: str, id: str) -> list[int]:
     def never_ends(_: Any, logits: Any) -> Any:
         return logits.at[..., 2].add(-100)
@@ -86,7 +95,7 @@ def test_row_that_another_s_growth_has_moved_to_disk_continues_from_there(tmp_pa
     assert not run.cut
 
 
-@FAMILIES
+@families("qwen3_5")
 def test_row_on_disk_continues_on_another_worker_after_a_crash(tmp_path: Path, family: str) -> None:
     crashed, delivered = spilled(family, tmp_path)
     said = crashed.generated["young"]
@@ -113,7 +122,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return refused
 
 
-@FAMILIES
+@families("llama")
 def test_row_that_finds_no_place_on_a_full_disk_is_computed_again(
     tmp_path: Path, family: str, full_disk: list[int]
 ) -> None:
@@ -125,7 +134,7 @@ def test_row_that_finds_no_place_on_a_full_disk_is_computed_again(
     assert {*run.ended.values()} == {"length"}
 
 
-@FAMILIES
+@families("gemma3")
 def test_damaged_file_of_a_row_is_computed_again(tmp_path: Path, family: str) -> None:
     run, _ = spilled(family, tmp_path)
     for file in tmp_path.glob("*.safetensors"):
