@@ -22,7 +22,7 @@ from worker.engine.batch import decode_batch as rows_module
 from worker.engine.cache.layers import layers
 from worker.engine.memory import KVLayers, MemoryModel
 from worker.engine.model.load import Model
-from worker.engine.prefill import reuse as prefill_module
+from worker.engine.prefill import task as prefill_module
 from worker.engine.prefix import cache as prefix_module
 from worker.engine.prefix import tree as tree_module
 from worker.engine.prefix.tree import CLOSE_TOKENS, shared_length

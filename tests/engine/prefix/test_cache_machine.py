@@ -12,7 +12,7 @@ from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import alone, model, network, prompt
 from tests.selection import examples
 from worker.engine.admission.grouping import StepCost
-from worker.engine.prefill import reuse
+from worker.engine.prefill import task as prefill_module
 from worker.engine.prefix import tree as prefix
 
 Tokens = tuple[int, ...]
@@ -38,7 +38,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def open(self, family: str, step_s: float, max_tokens: int, longest_run: int) -> None:
         """`max_tokens`: bytes of prefixes; one conversation takes some 50,000."""
         self.patch = pytest.MonkeyPatch()
-        for module in prefix, reuse:
+        for module in prefix, prefill_module:
             self.patch.setattr(module, "MAX_SEGMENT_TOKENS", longest_run)
         self.family, self.max_tokens = family, max_tokens
         self.run = Run(model(family), step_s=step_s, prefix_bytes=max_tokens)

@@ -20,7 +20,7 @@ from tests.engine.tiny import model, network, prompt
 from worker.engine.cache.layers import layers
 from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
-from worker.engine.prefill import reuse
+from worker.engine.prefill import task as prefill_module
 from worker.engine.prefix import tree as tree_module
 from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.prefix.tensors import Arrays
@@ -126,7 +126,7 @@ def test_a_snapshot_where_prompts_part_is_found_after_a_restart(tmp_path: Path, 
 def test_a_prompt_that_parts_from_one_on_disk_takes_a_snapshot_at_the_end_of_a_file(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in reuse, tree_module:
+    for module in prefill_module, tree_module:
         monkeypatch.setattr(module, "MAX_SEGMENT_TOKENS", 32)
     common = SYSTEM + prompt(50, 79)
     stored(family, tmp_path, common + prompt(20, 100))

@@ -10,7 +10,7 @@ from tests.engine.driver import Run, answers, tokens
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, prompt
 from worker.engine.model.load import open_model
-from worker.engine.prefill import reuse as prefill_module
+from worker.engine.prefill import task as prefill_module
 from worker.engine.prefix import tree as tree_module
 
 FAMILIES = [*CONFIGS]
