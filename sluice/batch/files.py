@@ -383,6 +383,7 @@ def _parse(raw: bytes) -> RunState:
     state = RunState(batch, stored["sha256"], stored["models"], rerun, earlier_s, remote)
     if not remote:  # else the status is another server's
         parse_window(batch.completion_window)
+        f"{batch.id}{batch.sluice.tenant}".encode()  # they are parts of keys
         if not check_of(RunState)(state):
             raise TypeError
     return state

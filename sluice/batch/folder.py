@@ -24,6 +24,7 @@ from sluice.batch.store import FileStore, link_or_copy
 from sluice.contract import keys
 from sluice.contract.batch import NO_DETAILS, Batch, BatchDetails, BatchState, Problem, Problems, is_run_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
+from sluice.presence import Workers
 from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.batch")
@@ -205,8 +206,8 @@ async def feed_runs(
     look_s: float = 5.0,
 ) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
-    feeds, by priority, then the oldest first, and several `at_once`: one for a model without a worker does not delay
-    the others. Return when they have ended. `takes` starts another pass with the files of the inbox when it is set. A
+    feeds, by priority, then the oldest first, and several `at_once`: those for models without a worker give way to
+    others. Return when they have ended. `takes` starts another pass with the files of the inbox when it is set. A
     run whose cancellation is requested is ended in any case, and does not wait for its turn.
 
     All files are moved out of the inbox before the first run, so that another feeder can resume them if this process
@@ -218,9 +219,9 @@ async def feed_runs(
     folder.make()
     redis_of, takes = redis_of or (lambda model: redis), takes or asyncio.Event()
     options = RunOptions(models, models_from_setting=True, hours=hours)
-    precedence = _Precedence(redis, folder)
+    precedence = _Precedence(redis, folder, redis_of)
     feeding, tried = dict[Path, asyncio.Task[None]](), set[Path]()
-    priorities = dict[Path, int]()
+    places = dict[Path, int]()
     async with asyncio.TaskGroup() as group:
         while True:
             if take or takes.is_set():
@@ -228,7 +229,7 @@ async def feed_runs(
                 await _take_all(redis, folder, clock())
                 take, tried = False, set(feeding)
             await _take_cancelled(redis, folder)
-            waiting = _by_priority(folder, tried, priorities)
+            waiting = _by_priority(folder, tried, places)
             first = waiting[: max(at_once - len(feeding), 0)]
             cancelled = await _cancelled(redis, [run_dir.name for run_dir in waiting[len(first) :]])
             for run_dir in [*first, *(folder.running / run_id for run_id in cancelled[:at_once])]:
@@ -236,6 +237,11 @@ async def feed_runs(
                 feeding[run_dir] = group.create_task(
                     _resume(redis, redis_of, folder, run_dir, options, precedence.held)
                 )
+            if giving_way := await precedence.giving_way(feeding, [each for each in waiting if each not in tried]):
+                await _stop([feeding.pop(run_dir) for run_dir in giving_way])
+                tried.difference_update(giving_way)
+                places |= dict.fromkeys(giving_way, 1_000)  # behind all others
+                continue
             if not feeding:
                 return
             taking = group.create_task(_wait(takes))
@@ -248,12 +254,19 @@ async def _wait(event: asyncio.Event) -> None:
     await event.wait()
 
 
+async def _stop(feeding: Sequence[asyncio.Task[None]]) -> None:
+    """Interrupt runs, and wait until others can resume them."""
+    for task in feeding:
+        task.cancel()
+    await asyncio.wait(feeding)
+
+
 def _by_priority(folder: RunFolder, tried: Collection[Path], known: dict[Path, int]) -> list[Path]:
     """Return the folders of the runs in `running` that were not `tried`, in the order in which they are started.
-    `known`: their priorities, which are read once."""
+    `known`: their places by priority, the first the lowest, which are read once."""
     found = [file.parent for file in _oldest_first(folder.running.glob("*/input.jsonl")) if file.parent not in tried]
-    known |= {run_dir: _details(run_paths(run_dir).state).priority for run_dir in found if run_dir not in known}
-    return sorted(found, key=lambda run_dir: -known[run_dir])
+    known |= {run_dir: -_details(run_paths(run_dir).state).priority for run_dir in found if run_dir not in known}
+    return sorted(found, key=lambda run_dir: known[run_dir])
 
 
 def _details(state: Path) -> BatchDetails:
@@ -264,10 +277,12 @@ def _details(state: Path) -> BatchDetails:
 
 
 class _Precedence:
-    """Runs of a folder whose lines are queued before those of others, whichever process feeds them."""
+    """Runs of a folder whose lines are queued before those of others, whichever process feeds them; and those that give
+    their places to others."""
 
-    def __init__(self, redis: Redis, folder: RunFolder) -> None:
+    def __init__(self, redis: Redis, folder: RunFolder, redis_of: RedisOf) -> None:
         self._registry, self._folder = BatchRegistry(redis), folder
+        self._redis_of = redis_of
         self._runs, self._due = list[Batch](), 0.0
 
     async def held(self, batch: Batch) -> Collection[str]:
@@ -277,17 +292,33 @@ class _Precedence:
             self._due = time.monotonic() + 2.0
             with suppress(RedisError, OSError):
                 self._runs = await self._read()
-        own = batch.sluice
-        first = (each.sluice for each in self._runs if each.sluice.priority > own.priority)
+        own, fed = batch.sluice, (each.sluice for each in self._runs if each.sluice.paused_at is None)
+        first = (each for each in fed if each.priority > own.priority)
         left = [item for each in first if each.tenant == own.tenant for item in each.left.items()]
         return {model for model, lines in left if lines > WINDOW}
+
+    async def giving_way(self, feeding: Collection[Path], waiting: Sequence[Path]) -> list[Path]:
+        """Return those of the runs that are fed which have lines left only for models that nobody serves: at most as
+        many as there are others that wait."""
+        if not waiting:
+            return []
+        stalled = set[str]()
+        with suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(2.0):
+                left, served = {run.id: run.sluice.left for run in await self._read()}, set[str]()
+                for redis in {self._redis_of(model) for models in left.values() for model in models}:
+                    served |= await Workers(redis, endless_retries(redis), waits_out_outages=True).models()
+                stalled = {run_id for run_id, models in left.items() if models and not served & models.keys()}
+        others = sum(run_dir.name not in stalled for run_dir in waiting)
+        most = min(others, max(64 - len(stalled), 0))  # since each keeps its queued lines on the server
+        return [run_dir for run_dir in feeding if run_dir.name in stalled][:most]
 
     async def _read(self) -> list[Batch]:
         ids = [file.parent.name for file in self._folder.running.glob("*/input.jsonl")]
         if len(ids) < 2:
             return []
         runs = await self._registry.read_all([keys.batch(id).encode() for id in ids])
-        return [run for run in runs if run.status == "in_progress" and run.sluice.paused_at is None]
+        return [run for run in runs if run.status == "in_progress"]
 
 
 async def _take_all(redis: Redis, folder: RunFolder, now: float) -> None:

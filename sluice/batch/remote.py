@@ -287,7 +287,7 @@ def _parse(answer: Mapping[str, Any]) -> Batch:
     """Return the status in an answer, in which a server may leave out what OpenAI does not require."""
     fields = _without_nulls(answer)
     problems = (fields.pop("errors", None) or {}).get("data") or []
-    batch = Batch.from_json(json.dumps({"request_counts": {}, **fields}))
+    batch = Batch.from_json(json.dumps({"input_file_id": "", "request_counts": {}, **fields}))
     if problems:
         told = (Problem(each.get("code", "error"), each.get("message", ""), each.get("line"), each.get("param"))
                 for each in problems)  # fmt: skip

@@ -281,6 +281,7 @@ async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
         {"id": "\ud800"},
         {"created_at": float("nan")},
         {"status": "failed", "failed_at": float("inf")},
+        {"status": "completed", "completed_at": True},
         {"expires_at": "soon"},
         {"completion_window": "a day"},
         {"status": "waiting"},

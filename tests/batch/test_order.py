@@ -159,6 +159,23 @@ async def test_lines_for_a_model_that_nobody_serves_hold_no_run_for_another(
         await until(lambda: has_left(client, high, {"unserved": 300}), within_s=60)
 
 
+async def test_runs_for_models_that_nobody_serves_give_their_places_to_others(
+    client: Client, db: Redis, redis_url: str, folder: RunFolder
+) -> None:
+    unserved = [await submit(client, folder, f"no{n}", models={"*": "unserved"}, priority=1) for n in range(3)]
+    runs = [await submit(client, folder, f"a{n}") for n in range(3)]
+    late = Chat()
+    async with feeding(db, folder, at_once=2, look_s=0.1):
+        async with working(settings(redis_url, max_rows=8, reserved_rows=0), late.chat):
+            for run in runs:
+                await until(lambda run=run: is_in(client, run, "completed"), within_s=60)  # type: ignore[misc]
+        given = settings(redis_url, max_rows=8, reserved_rows=0, model_name="unserved")
+        async with working(given, late.chat):
+            for run in unserved:
+                await until(lambda run=run: is_in(client, run, "completed"), within_s=60)  # type: ignore[misc]
+    assert len(late.requests) == 6
+
+
 async def has_left(client: Client, run: Batch, left: dict[str, int]) -> bool:
     return (await client.batch_status(run.id)).sluice.left == left
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sluice.cli.app import app
 from sluice.cli.commands.service import Service, manager
-from sluice.cli.commands.service import service as service_commands
 from sluice.cli.errors import CliError
 from tests.end_to_end.test_cli import run_here
 
@@ -141,13 +141,13 @@ def test_an_agent_is_installed_upgraded_and_removed_also_if_it_is_not_loaded(
         (["install", "up", *ada], ["install", "up", *ada], ["uninstall", "ada"]), changes, strict=True
     ):
         (tmp_path / "asked").write_text("")
-        service_commands(command, standalone_mode=False)
+        app(["service", *command], standalone_mode=False)
         lines = [line.split()[0] for line in (tmp_path / "asked").read_text().splitlines()]
         assert [line for line in lines if line != "print"] == asked
         assert agent.exists() is (command[0] == "install")
-    service_commands(["install", "up", *ada], standalone_mode=False)
+    app(["service", "install", "up", *ada], standalone_mode=False)
     (tmp_path / "loaded").unlink()
-    service_commands(["uninstall", "ada"], standalone_mode=False)
+    app(["service", "uninstall", "ada"], standalone_mode=False)
     assert not agent.exists()
 
 
@@ -157,6 +157,8 @@ def test_an_agent_is_installed_upgraded_and_removed_also_if_it_is_not_loaded(
         (("install", "nothing"), "worker, gateway, up, or a TOML file"),
         (("install", "none.toml"), "that exists"),
         (("install", "worker", "--service-name", "../x"), "--service-name"),
+        (("install", "gateway", "--model", "x"), "Usage: sluice serve"),
+        (("install", "up", "--port", "many"), "--port"),
         (("uninstall", "ada"), "installed: none"),
         (("logs", "ada"), "installed: none"),
     ],

@@ -9,11 +9,11 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
 
@@ -289,6 +289,7 @@ def _about() -> None:
 
 @service.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
 def install(
+    context: typer.Context,
     what: Annotated[str, typer.Argument(metavar="worker|gateway|up|FILE.toml", help="What to run.")],
     options: Annotated[
         list[str] | None, typer.Argument(metavar="[OPTIONS]...", help="Options of that command, such as --model.")
@@ -315,6 +316,7 @@ def install(
       sluice service install up --model models/tiny-chat --print
     """
     asked = _service(what, options or [], name, boot)
+    _check_options(context, *asked.command)
     by = manager(at_boot=boot)
     if print_only:
         print(by.text(asked), end="")
@@ -345,6 +347,13 @@ def _service(what: str, options: list[str], name: str | None, at_boot: bool) -> 
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise CliError(f"--service-name: {name!r} must be letters, digits, - and _; give another.")
     return Service(name, tuple(command), Path.cwd(), at_boot)
+
+
+def _check_options(context: typer.Context, command: str, *options: str) -> None:
+    """Refuse options that the command does not have, with its own message: the service would end with them."""
+    root = context.find_root()
+    commands: Mapping[str, Any] = getattr(root.command, "commands", {})
+    commands[command].make_context(command, [*options], parent=root).close()
 
 
 @service.command()

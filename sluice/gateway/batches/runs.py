@@ -236,7 +236,8 @@ def public(batch: Batch) -> dict[str, Any]:
     for problem in (told["errors"] or {"data": ()})["data"]:
         if problem["code"] == "refused":  # it names paths
             problem["message"] = "The files of this run were changed or cannot be read; its operator has the details."
-    own = {"input_file_id": batch.sluice.input_file, "output_file_id": output, "error_file_id": errors}
+    # OpenAI's clients require an input; a run that was submitted to the folder has none here.
+    own = {"input_file_id": batch.sluice.input_file or "", "output_file_id": output, "error_file_id": errors}
     return {**told, **own, "sluice": details}
 
 
