@@ -57,7 +57,7 @@ def run_in(model: Model, memory: int, cost: StepCost = ONE_GROUP) -> Run:
     return run
 
 
-@pytest.mark.parametrize("cost", [ONE_GROUP, EACH_ALONE, DEAR_LENGTH])
+@pytest.mark.parametrize("cost", [ONE_GROUP, pytest.param(EACH_ALONE, marks=pytest.mark.slow), DEAR_LENGTH])
 def test_rows_start_together_without_memory_for_their_ends_and_all_end_as_alone_the_oldest_first(
     wide_model: Model, cost: StepCost
 ) -> None:
@@ -121,12 +121,12 @@ def test_prompt_that_leaves_less_memory_than_is_likely_is_answered(wide_model: M
 
 
 def test_stated_limits_are_kept_and_offline_rows_give_way_first(wide_model: Model) -> None:
-    at_first = [[PROMPT + tokens] for tokens in (700, 700, FIRST, FIRST)]
+    at_first = [[PROMPT + tokens] for tokens in (400, 400, FIRST, FIRST)]
     run = run_in(wide_model, wide_model.costs.peak_bytes(at_first), EACH_ALONE)
-    run.add("stated", prompt(PROMPT, SEEDS[0]), max_tokens=700)
-    run.add("grows", prompt(PROMPT, SEEDS[1]), max_tokens=900, grows=True)
-    run.add("young", prompt(PROMPT, SEEDS[2]), max_tokens=900, grows=True)
-    run.add("offline", prompt(PROMPT, SEEDS[3]), max_tokens=700, lane="batch")
+    run.add("stated", prompt(PROMPT, SEEDS[0]), max_tokens=400)
+    run.add("grows", prompt(PROMPT, SEEDS[1]), max_tokens=500, grows=True)
+    run.add("young", prompt(PROMPT, SEEDS[2]), max_tokens=500, grows=True)
+    run.add("offline", prompt(PROMPT, SEEDS[3]), max_tokens=400, lane="batch")
     lost = list[str]()
     while len(run.engine):
         before = {*run.active}
@@ -135,7 +135,7 @@ def test_stated_limits_are_kept_and_offline_rows_give_way_first(wide_model: Mode
     assert lost[0] == "offline"
     assert "stated" not in lost
     assert "grows" not in lost
-    expected = {"stated": (0, 700), "grows": (1, 900), "young": (2, 900), "offline": (3, 700)}
+    expected = {"stated": (0, 400), "grows": (1, 500), "young": (2, 500), "offline": (3, 400)}
     assert run.generated == {id: whole(SEEDS[seed], tokens) for id, (seed, tokens) in expected.items()}
 
 
@@ -233,9 +233,8 @@ def chat_of(family: WideFamily, number: int) -> Asked:
     return Asked(family_prompt(family, PROMPT, seed=number), sampling, grammar, ANSWERS[number % len(ANSWERS)])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_5")) for name in WIDE_CONFIGS]
-)
+@pytest.mark.slow  # the tests above have each by itself
+@pytest.mark.parametrize("name", WIDE_CONFIGS)
 def test_crowd_without_limits_runs_at_once_in_the_memory_of_four_and_each_ends_as_alone(
     wide_model: Model, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
