@@ -206,8 +206,8 @@ class Chat:
                 self._recorder.prefilled(done, total, cached)
             case PromptProgress(phase=phase, done=done, total=total):
                 self._recorder.progress(phase, done, total)
-            case Admitted():
-                self._recorder.admitted()
+            case Admitted(at=at):
+                self._recorder.admitted(at)
             case Preempted():
                 self._recorder.preempted()
             case Speculated():

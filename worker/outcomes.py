@@ -38,6 +38,7 @@ class Admitted:
     """The request has its memory: its prompt is computed next, or a preempted row goes on."""
 
     id: str
+    at: float = field(compare=False)  # time.monotonic(): the outcomes of a step are reported at its end
 
 
 @dataclass(frozen=True, slots=True)

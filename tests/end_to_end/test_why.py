@@ -46,6 +46,12 @@ def test_the_phases_of_a_finished_job_last_as_long_as_it_did(sluice: Command) ->
     assert out.index("queue") < out.index("prefill") < out.index("decode")
 
 
+def test_a_prompt_that_is_computed_in_one_step_took_its_time_in_prefill(sluice: Command) -> None:
+    assert sluice("submit", "word " * 200, "--id", "why-9", "--wait")[0] == 0
+    lasted = {phase["name"]: phase["ended"] - phase["began"] for phase in shown(sluice, "why-9")["phases"]}
+    assert lasted["prefill"] > lasted["admission"], lasted
+
+
 def test_a_job_that_waits_shows_its_queue_alone_and_one_that_was_cancelled_there_too(sluice: Command) -> None:
     assert sluice("submit", "Count to 5.", "--id", "why-2", "--model", "nobody")[0] == 0
     assert names(shown(sluice, "why-2")) == ["queue"]

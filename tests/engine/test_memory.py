@@ -190,7 +190,7 @@ def test_interactive_row_preempts_the_youngest_offline_row_which_continues_exact
     report = run.step()
     assert (run.waiting, report.num_preemptions, report.num_preempted) == (["offline 2"], 1, 1)
     moves = [outcome for outcome in report.outcomes if isinstance(outcome, Preempted | Admitted)]
-    assert moves == [Preempted("offline 2"), Admitted("interactive")]
+    assert moves == [Preempted("offline 2"), Admitted("interactive", at=0)]
     assert 0 < len(run.generated["offline 2"]) < ANSWER
     assert run.held_bytes > 0
     if not keep:

@@ -224,9 +224,9 @@ class JobRecorder:
             self._progress_at = max(now, due_s)
             self._job.log.emit("progress", phase=phase, done=done, total=total)
 
-    def admitted(self) -> None:
-        """Record that the engine has room for the row, at its beginning or again."""
-        self._job.mark("decode" if self._steps else "prefill")
+    def admitted(self, at: float) -> None:
+        """Record that the engine has room for the row, at its beginning or again, since `at` of time.monotonic()."""
+        self._job.mark("decode" if self._steps else "prefill", ago_s=time.monotonic() - at)
 
     def preempted(self) -> None:
         """Record that the row had to leave for others."""

@@ -203,7 +203,7 @@ class Engine:
             yield from self._refuse(id, message)
         for id in plan.admit:
             admitted = self._admission.pop(id)
-            yield Admitted(id)
+            yield Admitted(id, time.monotonic())
             if saved := admitted.saved_row:
                 saved.row.reserve(plan.reserve[id])
                 self._insert(saved.row)

@@ -93,9 +93,9 @@ class Job:
             claim.attempt, worker, claim.lease_expirations, queued_at=claim.queued_at, seen_at=seen_at, now=claimed_at
         )
 
-    def mark(self, name: Mark) -> None:
-        """Record that a phase of the job begins. It is stored with the next events."""
-        self.phases.mark(name, self.log.clock.now())
+    def mark(self, name: Mark, *, ago_s: float = 0.0) -> None:
+        """Record that a phase of the job has begun, `ago_s` seconds ago. It is stored with the next events."""
+        self.phases.mark(name, self.log.clock.now() - ago_s)
         self.log.store({"phases": self.phases.as_json()})
 
     def made_progress(self) -> None:
