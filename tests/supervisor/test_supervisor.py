@@ -47,7 +47,10 @@ async def test_a_signal_while_processes_are_started_ends_the_one_and_starts_no_o
 
 
 def test_a_worker_ends_with_its_supervisor_though_that_has_not_read_what_it_told() -> None:
-    code = "from worker.cli import worker; worker._tell_loaded()(5); worker._stop_when_stdin_closes()"
+    code = (
+        "import time; from sluice.cli import options; from worker.cli import worker; worker._tell_loaded()(5); "
+        "options.stop_when_stdin_closes(); time.sleep(60)"
+    )
     ours, theirs = socket.socketpair()
     with theirs, subprocess.Popen([sys.executable, "-c", code], stdin=theirs) as process:
         theirs.close()
