@@ -46,7 +46,7 @@ class Figures:
     out_bytes_per_s: float
     memory_bytes: float
     connections: int
-    commands: list[Command]  # those that took the server the most time
+    commands: list[Command]  # those that took the server the most time first
     load_cpu: float  # of the busiest process of the load
     lag_p99_s: float  # by which the event loop of the worst process of the load woke late
     machine_cpu: float  # of all; NaN if unknown
@@ -188,7 +188,7 @@ def _all(lists: Iterable[list[float]]) -> list[float]:
 
 
 def _commands(before: Mapping[str, Any], after: Mapping[str, Any], took_s: float) -> list[Command]:
-    """Return the commands that took the most time."""
+    """Return the commands, those that took the most time first."""
     spent = list[tuple[float, Command]]()
     for name, stats in after.items():
         if name.startswith("cmdstat_"):
@@ -196,4 +196,4 @@ def _commands(before: Mapping[str, Any], after: Mapping[str, Any], took_s: float
             calls, usec = stats["calls"] - earlier["calls"], stats["usec"] - earlier["usec"]
             if calls:
                 spent.append((usec, Command(name.removeprefix("cmdstat_"), calls / took_s, usec / calls)))
-    return [command for _, command in sorted(spent, key=lambda each: -each[0])[:8]]
+    return [command for _, command in sorted(spent, key=lambda each: -each[0])]
