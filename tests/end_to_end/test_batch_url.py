@@ -195,7 +195,8 @@ def test_a_gateway_and_a_redis_server_give_the_same_answers_and_the_same_report(
     (tmp_path / "runs").mkdir()
     found = list[object]()
     with GatewayProcess(redis_url, batch_dir=tmp_path / "runs") as gateway, Feeder(redis_url, tmp_path / "runs"):
-        code, out, _ = sluice("batch", "submit", many, "--dir", "runs")  # a run of the folder, without an uploaded file
+        own = str(write(tmp_path / "own.jsonl", line("own", messages=messages, model="default")))
+        code, out, _ = sluice("batch", "submit", own, "--dir", "runs")  # a run of the folder, without an uploaded file
         listed = sluice("batch", "list", "--url", gateway.url, "--json")
         assert (code, Batch.model_validate_json(listed[1], strict=True).id) == (0, out.strip()), listed
         for name, server in (("local", []), ("remote", ["--url", gateway.url])):
