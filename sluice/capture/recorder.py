@@ -85,7 +85,7 @@ class _Queues:
         ranges = [("ZRANGEBYSCORE", key, from_ms, "+inf", "WITHSCORES", "LIMIT", 0, _PAGE) for key in self._keys]
         _, (seconds, micros), *pages = await _send(self._client, [self._ask, ("TIME",), *ranges])
         now_ms = self._cursor_ms = int(seconds) * 1000 + int(micros) / 1000
-        new = dict[str, Lane]()
+        new, scores = dict[str, Lane](), dict[str, float]()
         for lane, page in zip(keys.LANES, pages, strict=True):
             scored = [] if isinstance(page, Exception) else _pairs(page)
             if len(scored) == _PAGE:
@@ -94,9 +94,10 @@ class _Queues:
                 # A score beyond is of a job for then.
                 if score <= now_ms + 2000 and keys.is_job_id(_text(each)) and _text(each) not in self._seen:
                     new[_text(each)] = lane
-                    self._seen[_text(each)] = score
+                    scores[_text(each)] = score
         async for jobs in self._read(new, keys.body):
             yield [each for each in jobs if each.followed.body]  # one without has just ended
+        self._seen |= scores  # not before: an interrupted look is made again
         self._seen = {each: score for each, score in self._seen.items() if score >= self._cursor_ms - 10_000}
 
     async def ended(self) -> AsyncGenerator[list[_Submitted]]:
@@ -108,11 +109,11 @@ class _Queues:
             lane, _, job_id = _text(member)[15:].partition(":")
             if keys.is_job_id(job_id) and member[:15].isdigit() and int(member[:15]) >= self._began_ms:
                 ended[job_id] = "batch" if lane == "batch" else "interactive"
+        async for jobs in self._read(ended, partial(keys.captured, self._model)):
+            yield jobs
         if found:
             self._ended_ms = found[-1][1]
             self._last = {each for each, score in found if score == self._ended_ms}
-        async for jobs in self._read(ended, partial(keys.captured, self._model)):
-            yield jobs
 
     async def _read(self, jobs: Mapping[str, Lane], body_key: Callable[[str], str]) -> AsyncGenerator[list[_Submitted]]:
         for start in range(0, len(jobs), 16):  # bodies of at most 16 MB each

@@ -77,8 +77,10 @@ async def cancelled(url: str) -> Event:
 
 
 def settled(port: int) -> Page:
-    """A final event is out a moment before its worker has counted it."""
-    return until(port, lambda page: page("vllm:num_requests_running") == 0)
+    """A final event is out a moment before its worker has counted it, and that before the step that it is of."""
+    until(port, lambda page: page("vllm:num_requests_running") == 0)
+    time.sleep(0.2)
+    return scrape(port)
 
 
 def until(port: int, true: Callable[[Page], bool], *, within_s: float = 30) -> Page:
