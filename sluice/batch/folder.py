@@ -292,10 +292,10 @@ class _Precedence:
             self._due = time.monotonic() + 2.0
             with suppress(RedisError, OSError):
                 self._runs = await self._read()
-        own, fed = batch.sluice, (each.sluice for each in self._runs if each.sluice.paused_at is None)
-        first = (each for each in fed if each.priority > own.priority)
-        left = [item for each in first if each.tenant == own.tenant for item in each.left.items()]
-        return {model for model, lines in left if lines > WINDOW}
+        own = batch.sluice
+        first = (run.sluice for run in self._runs if run.sluice.priority > own.priority)
+        fed = (each for each in first if each.tenant == own.tenant and each.paused_at is None)
+        return {model for each in fed for model, lines in each.left.items() if lines > WINDOW}
 
     async def giving_way(self, feeding: Collection[Path], waiting: Sequence[Path]) -> list[Path]:
         """Return those of the runs that are fed which have lines left only for models that nobody serves: at most as

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from sluice import SyncClient
 from tests.end_to_end.test_cli import run_here
+from tests.end_to_end.test_service import serves
 from tests.end_to_end.test_start import until
 from tests.support.stack import ROOT, TINY_CHAT, free_port
 
@@ -87,11 +87,6 @@ def answers(url: str) -> bool:
             return False
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -141,7 +136,7 @@ def test_openai_clients_find_the_printed_address_and_the_gateway_ends_with_the_c
         assert up.end() == 0, up.said()
         assert "Traceback" not in up.said()
         assert "gateway has ended" not in up.said()
-        assert not listens(port)
+        assert not serves(port)
 
 
 @pytest.mark.slow  # tests/test_settings.py has the rows that are reserved of one
@@ -159,9 +154,9 @@ def test_a_gateway_that_dies_is_started_again_at_its_address_and_the_worker_cont
         with SyncClient(up.url) as client:
             job = client.submit([{"role": "user", "content": "Count to 3."}])
             assert client.result(job.id)["choices"][0]["message"]["content"] == "1 2 3"
-        until(lambda: listens(port))
+        until(lambda: serves(port))
         assert up.end() == 0, up.said()
-        assert not listens(port)
+        assert not serves(port)
 
 
 def test_what_a_killed_command_leaves_ends_and_the_next_one_goes_on_with_its_jobs(tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ class TopView:
 
     def __init__(self, url: str, sample: Sample | None = None) -> None:
         """`sample`: if there is one, it is drawn whole; else the view fits into the terminal."""
-        self._server, self._fits = Path(url).name if isinstance(url, MapFile) else redacted(url), sample is None
+        self._server = Path(url).name if isinstance(url, MapFile) else redacted(url)
+        self._fits = sample is None
         self._sample = sample
         self._problem = ""
 
